@@ -1,0 +1,1 @@
+"""draftsmith: train, measure and ship the draft heads of speculative decoding."""

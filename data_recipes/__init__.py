@@ -1,0 +1,1 @@
+"""Where do training rows come from? Prompts, answers, features, packed batches."""

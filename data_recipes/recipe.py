@@ -1,0 +1,94 @@
+"""Recipes: which sources the prompts come from, and how they are mixed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import DraftsmithError
+
+
+class SourceSpec(BaseModel):
+    """One source of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: str = Field(min_length=1)
+    """`builtin`, `hf:<dataset>[:<config>[:<split>]]`, or a file or folder of conversations."""
+    revision: str | None = None
+    """Commit of an `hf:` dataset; None takes the newest and notes it in the manifest's record."""
+    weight: float = Field(default=1.0, gt=0, strict=False)
+    """Share of the mixture, against the other sources' weights."""
+    limit: int | None = Field(default=None, ge=1)
+    """At most so many prompts of this source."""
+
+
+class Recipe(BaseModel):
+    """A named mixture of sources; the name is the folder under `runs/<model>/data/`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str
+    seed: int = 0
+    """Seeds the order of prompts within files and datasets."""
+    sources: list[SourceSpec] = Field(min_length=1)
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything but the name: what decides which prompts come out."""
+        return self.model_dump(exclude={"name"})
+
+
+def recipe_names() -> list[str]:
+    """Return the names that `configs/recipes/` defines, sorted."""
+    return sorted(_recipe_files())
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read the recipe called `name`; an unknown name or a faulty file is a `DraftsmithError` that says what exists."""
+    files = _recipe_files()
+    if name not in files:
+        raise DraftsmithError(
+            f"there is no recipe '{name}': give one of {', '.join(sorted(files))}, or your own data with DATA=path "
+            f"(--data path)"
+        )
+    return parse_recipe(name, files[name], f"configs/recipes/{name}.yaml")
+
+
+def parse_recipe(name: str, text: str, where: str) -> Recipe:
+    """Build a recipe from YAML text, strictly; `where` names the file in errors."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DraftsmithError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise DraftsmithError(f"{where}: a mapping with 'sources' is expected")
+    try:
+        return Recipe(**{"name": name, **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DraftsmithError(f"{where}: {key}: {first['msg']} (found {first['input']!r})") from error
+
+
+def recipe_from_path(path: Path) -> Recipe:
+    """Return the recipe of a user's own file or folder of conversations; its name holds 8 hex of the path."""
+    path = path.expanduser().resolve()
+    if not path.exists():
+        raise DraftsmithError(
+            f"{path} does not exist: DATA (--data) takes a file or folder of JSON or JSONL conversations"
+        )
+    stem = path.name.split(".")[0] or "data"
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return Recipe(name=f"{stem}-{digest}", sources=[SourceSpec(source=str(path))])
+
+
+@functools.cache
+def _recipe_files() -> dict[str, str]:
+    folder = resources.files(__package__.rpartition(".")[0]) / "configs" / "recipes"
+    return {f.name.removesuffix(".yaml"): f.read_text("utf-8") for f in folder.iterdir() if f.name.endswith(".yaml")}

@@ -1,0 +1,1 @@
+"""How good is a head? Benchmarks, harness, metrics and reports."""

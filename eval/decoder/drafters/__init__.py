@@ -1,0 +1,22 @@
+"""Drafters: everything that can propose a token tree. A head family's drafter is the module of its name here."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import Tensor
+
+from ....heads.base import DraftHead
+from ..types import Drafter
+
+
+def make_drafter(head: DraftHead, embed: Tensor, depth: int) -> Drafter:
+    """Build the drafter of a head's family.
+
+    Args:
+        embed: [V, H] the target's input embedding; its device and dtype are the decoder's.
+        depth: K, drafted tokens a step.
+    """
+    module = importlib.import_module(f"{__name__}.{head.config.family}")
+    drafter: Drafter = module.DRAFTER(head, embed, depth)
+    return drafter

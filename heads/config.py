@@ -1,0 +1,156 @@
+"""HeadConfig: everything that training, decoding and export must agree on.
+
+Written once inside every checkpoint; nobody derives a field again. A plain dataclass with a strict `from_dict`, so that
+`heads/` needs no schema library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ..errors import DraftsmithError
+from ..files import read_json, write_json
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The part that every family shares; families add fields in a subclass.
+
+    Layer ids count decoder layers applied: 0 is the embedding as it enters layer 0, n is the input of the final norm.
+    """
+
+    family: str
+    format_version: int = FORMAT_VERSION
+    objective: Literal["token", "feature", "both"]
+    layer_ids: list[int]
+    """Captured aux states, ascending and distinct, 0 < k < n."""
+    last_state: Literal["pre", "post", "none"]
+    """What the head's INPUT takes of state n: before or after the final norm, or nothing."""
+    recycled: Literal["pre_norm", "post_norm"]
+    """Which of the head's own states is fed back as the next step's hidden input."""
+    concat_order: Literal["embed_first", "hidden_first"]
+    input_norms: dict[str, Literal["rms", "none"]]
+    """Norm policy of each input by name, e.g. {"embed": "rms", "hidden": "rms"}."""
+    steps: int
+    """Unrolled steps in training; decoding deeper is allowed and reported."""
+    step_decay: float
+    """Weight of step s in the loss is step_decay ** s."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    """The target's full-attention rope parameters (`rope_type`, `rope_theta`, scaling fields)."""
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    draft_vocab_sha256: str
+
+    target_id: str
+    target_revision: str | None
+    target_fingerprint: str
+    target_layers: int
+    chat_template_sha256: str | None
+    trained_length: int
+
+    def __post_init__(self) -> None:
+        ids = self.layer_ids
+        if ids != sorted(set(ids)) or any(not 0 < k < self.target_layers for k in ids):
+            raise DraftsmithError(
+                f"layer_ids {ids} must be ascending, distinct and between 1 and {self.target_layers - 1} "
+                f"(the target has {self.target_layers} layers)"
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DraftsmithError(
+                f"draft_vocab_size {self.draft_vocab_size} must be between 1 and the vocabulary, {self.vocab_size}"
+            )
+        if self.steps < 1:
+            raise DraftsmithError(f"steps {self.steps} must be at least 1")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "head config") -> Self:
+        """Build strictly: an unknown, missing or ill-typed key is an error that names it and `where`."""
+        hints = typing.get_type_hints(cls)
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise DraftsmithError(f"{where}: unknown key {unknown[0]!r}; {cls.__name__} has {', '.join(known)}")
+        for name, f in known.items():
+            if name not in values:
+                if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                    raise DraftsmithError(f"{where}: key {name!r} is missing")
+            elif not _fits(values[name], hints[name]):
+                raise DraftsmithError(f"{where}: {name} = {values[name]!r} is not of type {f.type}")
+        if values.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise DraftsmithError(
+                f"{where}: format_version {values['format_version']} is not {FORMAT_VERSION}; "
+                "use the draftsmith version that wrote it"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain JSON form that `from_dict` reads."""
+        return dataclasses.asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, atomically."""
+        write_json(path, self.to_dict())
+
+
+def load_config(path: Path) -> HeadConfig:
+    """Read a head's config file and build the subclass that its `family` names."""
+    from .registry import head_family
+
+    values = read_json(path)
+    if not isinstance(values, dict) or "family" not in values:
+        raise DraftsmithError(f"{path}: not a head config: no 'family'")
+    return head_family(values["family"]).config.from_dict(values, str(path))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is type(None):
+        return value is None
+    return isinstance(value, hint)
+
+
+def default_layer_ids(n_layers: int) -> list[int]:
+    """Three aux layers: 2, n//2, n-3 (EAGLE-3); evenly spaced in 1..n-1 for n < 7.
+
+    Raises:
+        DraftsmithError: the target has fewer than four layers, so three distinct ids don't exist.
+    """
+    if n_layers >= 7:
+        return [2, n_layers // 2, n_layers - 3]
+    if n_layers < 4:
+        raise DraftsmithError(f"a target with {n_layers} layers has no three distinct inner states; EAGLE-3 needs 4")
+    return [1, 1 + (n_layers - 2) // 2, n_layers - 1]
+
+
+__all__ = ["FORMAT_VERSION", "HeadConfig", "default_layer_ids", "load_config"]

@@ -1,0 +1,235 @@
+"""One typed configuration of a run: defaults < the head's YAML < --config YAML < flags < dotted overrides."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .data_recipes.recipe import load_recipe, recipe_from_path
+from .errors import DraftsmithError
+from .heads.resolve import HUB_RECIPE, model_entry, model_names, resolve_target
+from .train.settings import HeadSettings, TrainSettings, load_head_recipe
+
+DEFAULT_MODEL, DEFAULT_HEAD, DEFAULT_MINUTES = "smollm2-135m", "eagle3", 15.0
+RUN_EVAL = {"prompts": 20, "max_new_tokens": 64}
+"""Held-out prompts and tokens that `run` measures on; the `eval` command takes the full set."""
+
+
+EVAL_MINUTES, EVAL_SHARE = 3.8, 0.3
+"""What measuring takes on the default target, and the most that it may take of a small budget."""
+SETUP_SHARE = 0.03
+"""Loading, prompts, features, vocabulary."""
+ANSWER_SHARE = 0.45
+"""Part of the rest that goes to answers; training gets what is left."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a run's minutes are divided."""
+
+    total: float
+    regenerate: float
+    train: float
+    evaluate: float
+
+    def train_minutes(self, spent: float) -> float:
+        """Minutes of training after `spent` minutes of other work: what is left, and at least half the plan."""
+        return max(self.total - spent - self.evaluate, self.train / 2)
+
+
+def plan_minutes(total: float) -> Shares:
+    """Divide `total` minutes."""
+    evaluate = min(EVAL_MINUTES, EVAL_SHARE * total)
+    rest = total * (1 - SETUP_SHARE) - evaluate
+    return Shares(total, ANSWER_SHARE * rest, (1 - ANSWER_SHARE) * rest, evaluate)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PrepareSection(_Strict):
+    """See data_recipes.prepare.PrepareSettings."""
+
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    val_every: int = Field(default=25, ge=2)
+    malformed_cap: float = Field(default=0.1, ge=0, le=1, strict=False)
+
+
+class RegenerateSection(_Strict):
+    """See data_recipes.regenerate.RegenerateSettings."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    chunk: int = Field(default=128, ge=1)
+    slots: int = Field(default=64, ge=1)
+
+
+class CollectSection(_Strict):
+    """See data_recipes.collect.CollectSettings; the layers come from the head."""
+
+    token_budget: int = Field(default=4096, ge=1)
+
+
+class EvalSection(_Strict):
+    """See eval.harness.EvalSettings."""
+
+    prompts: int = Field(default=80, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    tuning_prompts: int = Field(default=20, ge=1)
+    tuning_new_tokens: int = Field(default=32, ge=1)
+    timed_prompts: int = Field(default=4, ge=1)
+    timed_new_tokens: int = Field(default=20, ge=1)
+    depths: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
+
+
+class RunConfig(_Strict):
+    """Everything that a command needs to know."""
+
+    model: str = DEFAULT_MODEL
+    head: str = DEFAULT_HEAD
+    head_options: HeadSettings
+    recipe: str
+    data: Path | None = Field(default=None, strict=False)
+    minutes: float | None = Field(default=None, gt=0, strict=False)
+    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
+    runs: Path = Field(default=Path("runs"), strict=False)
+    gpus: int | None = Field(default=None, ge=1)
+    nnodes: int = Field(default=1, ge=1)
+    node_rank: int = Field(default=0, ge=0)
+    master: str = "127.0.0.1"
+    prepare: PrepareSection = PrepareSection()
+    regenerate: RegenerateSection = RegenerateSection()
+    collect: CollectSection = CollectSection()
+    train: TrainSettings
+    eval: EvalSection = EvalSection()
+
+    def tree(self) -> dict[str, Any]:
+        """Plain values in the form that `--config` reads back."""
+        values = self.model_dump(mode="json")
+        values["head"] = {"name": values["head"], **values.pop("head_options")}
+        if self.data is not None:
+            values.pop("recipe")  # the data's own name: it follows from the path
+        return values
+
+
+def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Build the configuration of a command.
+
+    Args:
+        command: decides two defaults: `run` has a time budget and measures on fewer prompts.
+        flags: values given on the command line by field name.
+        file: a YAML file with any part of the configuration.
+        overrides: `KEY=VALUE` with dotted keys; the values are YAML.
+
+    Raises:
+        DraftsmithError: unknown names, keys or ill-typed values; says what there is.
+    """
+    values: dict[str, Any] = {}
+    if command == "run":
+        values = {"minutes": DEFAULT_MINUTES, "eval": dict(RUN_EVAL)}
+    _merge(values, _read(file) if file else {}, str(file))
+    _merge(values, {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}, "flags")
+    for text in overrides:
+        _merge(values, _override(text), text)
+    head = values.pop("head", {})
+    options = dict(head) if isinstance(head, Mapping) else {"name": head}
+    name = options.pop("name", DEFAULT_HEAD)
+    groups = {"head": options, "train": values.pop("train", {})}
+    minutes, limits = values.get("minutes"), groups["train"]
+    if command in ("run", "train") and _positive(minutes) and isinstance(limits, dict) and not _LIMITS & set(limits):
+        own = plan_minutes(minutes).train if command == "run" else float(minutes)
+        groups["train"] = {**limits, "minutes": round(own, 3)}
+    recipe = load_head_recipe(str(name), {k: v for k, v in groups.items() if v})
+    model = str(values.get("model", DEFAULT_MODEL))
+    values["recipe"] = _recipe_name(values.get("recipe"), values.get("data"), model)
+    try:
+        return RunConfig.model_validate({**values, "head": name, "head_options": recipe.head, "train": recipe.train})
+    except ValidationError as error:
+        raise DraftsmithError(_explain(error)) from error
+
+
+_LIMITS = {"epochs", "steps", "minutes"}
+
+
+def _positive(minutes: Any) -> TypeGuard[float]:
+    """Whether the schema will take it."""
+    return isinstance(minutes, int | float) and minutes > 0
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The configuration as YAML that `--config` reads back."""
+    return yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True)
+
+
+def _recipe_name(recipe: Any, data: Any, model: str) -> str:
+    """Name of the recipe, checked; also checks MODEL, whose own recipe is the default. Fetches nothing."""
+    default = model_entry(model).get("recipe", HUB_RECIPE) if model in model_names() else None
+    if default is None:
+        default = resolve_target(model).default_recipe
+    if data is not None:
+        if recipe is not None:
+            raise DraftsmithError(f"recipe {recipe!r} and data {data!r} exclude each other: give one of them")
+        return recipe_from_path(Path(str(data))).name
+    return load_recipe(str(recipe or default)).name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DraftsmithError(f"the configuration {path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DraftsmithError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise DraftsmithError(f"{path}: a mapping of settings is expected, not {type(values).__name__}")
+    return values
+
+
+def _override(text: str) -> dict[str, Any]:
+    key, sign, raw = text.partition("=")
+    if not sign or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise DraftsmithError(f"{text!r} is not an override: write KEY=VALUE, e.g. train.token_budget=2048")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise DraftsmithError(f"the value of {text!r} is not valid YAML: {error}") from error
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _merge(values: dict[str, Any], more: Mapping[str, Any], where: str) -> None:
+    """Lay `more` over `values`; groups are merged. `head` may be a name or a group with a `name`."""
+    for key, value in more.items():
+        there = values.get(key)
+        if key == "head" and (isinstance(there, Mapping) or isinstance(value, Mapping)):
+            there, value = ({"name": v} if isinstance(v, str) else v for v in (there or {}, value))
+        if isinstance(there, Mapping) and isinstance(value, Mapping):
+            inner = dict(there)
+            _merge(inner, value, where)
+            values[key] = inner
+        elif isinstance(there, Mapping):
+            raise DraftsmithError(f"{where}: {key} is a group of settings, not a value: write {key}.NAME=…")
+        else:
+            values[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{place} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    group: Any = RunConfig
+    for part in first["loc"][:-1]:
+        group = group.model_fields[str(part)].annotation
+    names = [name for name in group.model_fields if name != "head_options"]
+    close = difflib.get_close_matches(str(first["loc"][-1]), names, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"there is no setting '{place}'{hint}; there are: {', '.join(names)}"

@@ -1,0 +1,40 @@
+"""Fixtures that every test file may use; puts this folder on the path, so that `from tiny import …` works."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+TEST_DATA = "DRAFTSMITH_TEST_DATA"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny random target (seed 0)."""
+    from tiny import make_tiny_target
+
+    return make_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_folder: Path):
+    """The tiny target, loaded in fp32. Shared by all tests: never change it."""
+    import torch
+
+    from draftsmith.heads.target import Target
+
+    return Target.load(str(tiny_folder), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder with the real public files that some tests read; absent on a user's machine."""
+    folder = os.environ.get(TEST_DATA)
+    if not folder or not Path(folder).is_dir():
+        pytest.skip(f"set {TEST_DATA} to the folder with the real conversation files to run this test")
+    return Path(folder)

@@ -1,0 +1,315 @@
+"""Drafters that know the answer, and what must hold for every drafter and target; each check raises AssertionError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoder import loop
+from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
+from draftsmith.eval.decoder.loop import Request, Result, StepTimer, decode
+from draftsmith.eval.decoder.types import Drafter, TokenTree, Verdict
+from draftsmith.heads.base import DraftHead, Needs
+from draftsmith.heads.eagle3 import Eagle3Head, eagle3_config
+from draftsmith.heads.vocab import DraftVocab
+
+Truth = dict[tuple[int, ...], list[int]]
+
+
+# --- what is right ------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def dense_greedy(target: Any, prompt: list[int], count: int) -> list[int]:
+    """Plain greedy text without any cache and without stopping."""
+    tokens = list(prompt)
+    with target.attention():
+        for _ in range(count):
+            logits = target.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def make_truth(target: Any, prompts: list[list[int]], count: int) -> Truth:
+    return {tuple(p): dense_greedy(target, p, count) for p in prompts}
+
+
+def cut(text: list[int], limit: int, stop: list[int]) -> list[int]:
+    """Up to the first stop token (kept) and the limit."""
+    out: list[int] = []
+    for token in text[:limit]:
+        out.append(token)
+        if token in stop:
+            break
+    return out
+
+
+def random_prompts(target: Any, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, target.vocab_size, (n,), generator=g).tolist() for n in lengths]
+
+
+# --- drafters -----------------------------------------------------------------------------------------------------------
+
+
+class Scripted(Drafter):
+    """Knows the true continuations: follows where every sequence stands. Mixed into real drafters."""
+
+    def script(self, truth: Truth, right: float, seed: int = 0) -> Any:
+        """Draft true tokens with probability `right`."""
+        self.truth, self.right = truth, right
+        self.rng = torch.Generator().manual_seed(seed)
+        self.at: dict[int, tuple[list[int], int]] = {}
+        return self
+
+    def begin(self, slot: int, tokens: Tensor, aux: Tensor, last: Tensor | None) -> None:
+        super().begin(slot, tokens, aux, last)  # type: ignore[safe-super]
+        self.at[slot] = (self.truth[tuple(tokens[:-1].tolist())], 1)
+
+    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, lengths: list[int]) -> None:
+        super().commit(tree, verdict, aux, last, lengths)  # type: ignore[safe-super]
+        for i, n in enumerate(verdict.n_accepted.tolist()):
+            self.at[i] = (self.at[i][0], self.at[i][1] + n + 1)
+
+    def release(self, slot: int, last: int) -> None:
+        super().release(slot, last)  # type: ignore[safe-super]
+        self.at[slot] = self.at[last]
+
+    def coin(self, p: float) -> bool:
+        return float(torch.rand((), generator=self.rng)) < p
+
+    def dice(self, n: int) -> int:
+        return int(torch.randint(0, n, (), generator=self.rng))
+
+    def token(self, slot: int, depth: int) -> int:
+        """The true token at a depth (1 = first drafted), or a wrong one."""
+        text, at = self.at[slot]
+        if self.coin(self.right) and at + depth - 1 < len(text):
+            return text[at + depth - 1]
+        return self.dice(320)
+
+    def random_tree(self, roots: Tensor, nodes: int) -> TokenTree:
+        """Any shape: bushy and deep trees, twins, and padding nodes at the end that would be right if they counted."""
+        parents, depths, tokens, valid = [], [], [], []
+        for slot, root in enumerate(roots.tolist()):
+            parent, depth, token = [-1], [0], [root]
+            for i in range(1, nodes):
+                up = i - 1 if self.coin(0.6) else self.dice(i)
+                parent.append(up)
+                depth.append(depth[up] + 1)
+                token.append(self.token(slot, depth[i]))
+            parents.append(parent)
+            depths.append(depth)
+            tokens.append(token)
+            real = nodes - self.dice(nodes // 2 + 1)
+            valid.append([i < real for i in range(nodes)])
+        depth = torch.tensor(depths)
+        return TokenTree(torch.tensor(tokens), torch.tensor(parents), depth, torch.tensor(valid), int(depth.max()), False)
+
+
+class _Silent(Drafter):
+    """Ends the chain of super() calls for drafters without a network."""
+
+    def allocate(self, slots: int, capacity: int) -> None: ...
+    def begin(self, *args: Any) -> None: ...
+    def commit(self, *args: Any) -> None: ...
+    def release(self, slot: int, last: int) -> None: ...
+
+
+class RandomTreeDrafter(Scripted, _Silent):
+    """Random trees of `nodes` nodes, no network."""
+
+    def __init__(self, truth: Truth, nodes: int, right: float = 0.8, seed: int = 0) -> None:
+        self.depth = nodes - 1
+        self.script(truth, right, seed)
+
+    def propose(self, roots: Tensor) -> TokenTree:
+        return self.random_tree(roots, self.depth + 1)
+
+
+class RandomTreeEagle3(Scripted, Eagle3Drafter):
+    """The real drafter's cache and commit under random trees."""
+
+    def propose(self, roots: Tensor) -> TokenTree:
+        super().propose(roots)  # its draft rows lie in the cache and must never be kept
+        return self.random_tree(roots, self.depth + 1)
+
+
+class ScriptedEagle3(Scripted, Eagle3Drafter):
+    """The real chain drafter with some of its guesses made right."""
+
+    def propose(self, roots: Tensor) -> TokenTree:
+        tree = super().propose(roots)
+        for i in range(len(roots)):
+            for d in range(1, self.depth + 1):
+                if self.coin(self.right):
+                    tree.tokens[i, d] = self.token(i, d)
+        return tree
+
+
+def random_head(target: Any, seed: int = 0, size: int = 200) -> DraftHead:
+    """An untrained EAGLE-3 head for a target (any architecture: only shapes and a rope are taken from it)."""
+    g = torch.Generator().manual_seed(seed)
+    vocab = DraftVocab(torch.randperm(target.vocab_size, generator=g)[:size].sort().values, target.vocab_size)
+    config = eagle3_config(
+        target.config, vocab, target_id="t", target_revision=None, target_fingerprint="f", chat_template_sha256=None,
+        trained_length=64, layer_ids=[1, 2, 3], hidden_act="silu", rope={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    head = Eagle3Head(config, vocab)
+    with torch.no_grad():
+        for w in head.parameters():
+            w.copy_(torch.randn(w.shape, generator=g) * (0.3 if w.ndim == 1 else w.shape[-1] ** -0.5) + (w.ndim == 1))
+    return head
+
+
+# --- checks -------------------------------------------------------------------------------------------------------------
+
+
+def run_all(target: Any, drafter: Drafter, requests: list[Request], slots: int, capacity: int = 512) -> list[Result]:
+    """Results in the order of the requests; streamed tokens must add up."""
+    streamed: dict[str, list[int]] = {}
+
+    def listen(key: str, new: list[int]) -> None:
+        streamed.setdefault(key, []).extend(new)
+
+    found = {r.id: r for r in decode(target, drafter, requests, slots=slots, capacity=capacity, on_token=listen)}
+    assert len(found) == len(requests)
+    assert all(streamed[k] == r.tokens for k, r in found.items())
+    return [found[r.id] for r in requests]
+
+
+def check_lossless(
+    target: Any, drafter: Drafter, truth: Truth, slots: int, limits: Callable[[int], int], capacity: int = 512
+) -> list[Result]:
+    """Every answer is the dense greedy text, cut; the logs add up."""
+    prompts = [list(p) for p in truth]
+    requests = [Request(f"r{i}", p, limits(i)) for i, p in enumerate(prompts)]
+    results = run_all(target, drafter, requests, slots, capacity)
+    for request, result in zip(requests, results, strict=True):
+        want = cut(truth[tuple(request.tokens)], request.max_new_tokens, target.eos_ids)
+        assert result.tokens == want, f"{request.id}: {result.tokens} is not the greedy text {want}"
+        assert result.prompt == request.tokens
+        assert result.finish == ("eos" if want[-1] in target.eos_ids else "length")
+        check_log(result)
+    return results
+
+
+def check_log(result: Result) -> None:
+    """The prefill's token and the emitted ones make the answer; only the last step may be cut."""
+    assert sum(s.emitted for s in result.steps) + 1 == len(result.tokens)
+    for i, step in enumerate(result.steps):
+        assert 0 <= step.accepted <= step.drafted
+        assert 1 <= step.emitted <= step.accepted + 1
+        assert step.emitted == step.accepted + 1 or i == len(result.steps) - 1
+    assert result.seconds >= 0
+
+
+@torch.inference_mode()
+def fresh_kv(target: Any, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """K and V [Hk, S, D] of every layer from one forward of transformers with its own cache."""
+    from transformers import DynamicCache
+
+    from draftsmith.eval.decoder.probe import _cache_keyword
+
+    with target.attention():
+        kv = DynamicCache()
+        target.model(
+            input_ids=torch.tensor([tokens]), use_cache=True, **{_cache_keyword(type(target.body)): kv}
+        )
+    return [(layer.keys[0], layer.values[0]) for layer in kv.layers]
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    error = float((got - want).abs().max())
+    limit = 1e-5 * max(1.0, float(want.abs().max()))
+    assert got.shape == want.shape
+    assert error <= limit, f"{what} differs from a fresh prefill by {error:.3g} (limit {limit:.3g})"
+
+
+def check_target_cache(target: Any, cache: Any, slot: int, tokens: list[int]) -> None:
+    """K/V of the kept tokens of a slot."""
+    assert cache.host_lengths[slot] == int(cache.lengths[slot]) == len(tokens)
+    for i, (keys, values) in enumerate(fresh_kv(target, tokens)):
+        group, layer = cache.places[i]
+        for name, arena, want in (("K", cache.arenas[group][0], keys), ("V", cache.arenas[group][1], values)):
+            close(arena[layer, slot, :, : len(tokens)], want, f"{name} of layer {i}, slot {slot}")
+
+
+@torch.inference_mode()
+def check_head_cache(target: Any, drafter: Eagle3Drafter, head: DraftHead, slot: int, tokens: list[int]) -> None:
+    """K/V and the recycled state of the head after reading tokens[1:], against one fresh pass over all rows."""
+    n = len(tokens) - 1
+    aux, _ = target.states(torch.tensor([tokens[:n]]), Needs(head.needs.layer_ids))
+    cache = head.new_cache(1, n, target.device, target.dtype)
+    embeds = target.embed[torch.tensor([tokens[1:]])]
+    logits, state = head.forward_step(cache, embeds, aux, torch.arange(n)[None], torch.tensor([n]))
+    assert int(drafter.cache.lengths[slot]) == n
+    close(drafter.cache.keys[slot, :, :n], cache.keys[0], f"head K, slot {slot}")
+    close(drafter.cache.values[slot, :, :n], cache.values[0], f"head V, slot {slot}")
+    close(drafter.state[slot], state[0], f"recycled state, slot {slot}")
+    assert int(drafter.first[slot]) == int(head.target_ids[logits[0].argmax()])
+
+
+def check_cache_truth(
+    target: Any, drafter: Drafter, truth: Truth, slots: int, limits: Callable[[int], int], head: DraftHead | None = None
+) -> int:
+    """After every step, for every sequence; returns how many drafts were accepted."""
+    requests = [Request(f"r{i}", list(p), limits(i)) for i, p in enumerate(truth)]
+    session = loop._Session(target, drafter, slots, 512, StepTimer(), None)
+    accepted = 0
+    with target.capture(drafter.needs) as states:
+        session.states = states
+        while requests or session.running:
+            while requests and len(session.running) < slots:
+                session.admit(requests.pop(0))
+            done = session.step() if session.running else []
+            for slot, run in enumerate(session.running):
+                tokens = run.request.tokens + run.tokens
+                assert int(session.roots[slot]) == tokens[-1]
+                check_target_cache(target, session.cache, slot, tokens[:-1])
+                if head is not None:
+                    assert isinstance(drafter, Eagle3Drafter)
+                    check_head_cache(target, drafter, head, slot, tokens)
+            accepted += sum(s.accepted for r in done for s in r.steps)
+    return accepted
+
+
+@torch.inference_mode()
+def check_chain_drafts(target: Any, head: DraftHead, reference: Any, lengths: list[int], depth: int) -> None:
+    """The tokens that the drafter proposes are the oracle's own greedy drafts, deeper than it was trained, too."""
+    drafter = Eagle3Drafter(head, target.embed, depth)
+    drafter.allocate(len(lengths), 64)
+    texts = random_prompts(target, lengths, seed=4)
+    needs = Needs(head.needs.layer_ids)
+    features = [target.states(torch.tensor([t[:-1]]), needs)[0][0] for t in texts]
+    for slot, (text, aux) in enumerate(zip(texts, features, strict=True)):
+        drafter.begin(slot, torch.tensor(text), aux, None)
+    tree = drafter.propose(torch.tensor([t[-1] for t in texts]))
+    assert tree.tokens.shape == (len(texts), depth + 1)
+    weights = {n: w.double() for n, w in head.named_parameters()}
+    ids = head.vocab.target_ids.tolist()
+    for slot, (text, aux) in enumerate(zip(texts, features, strict=True)):
+        known = list(text)
+        for s in range(depth):
+            doc = reference.Document(known, [], aux.double(), aux[:0])
+            logits = reference.draft(weights, head.config, doc, target.embed.double(), len(text) - 2, s + 1)[-1]
+            known.append(ids[int(logits.argmax())])
+        got = tree.tokens[slot].tolist()
+        assert got == known[len(text) - 1 :], f"drafts {got}, the oracle's are {known[len(text) - 1 :]}"
+
+
+def brute_force_walk(tree: TokenTree, logits: Tensor, row: int) -> tuple[list[int], int]:
+    """Accepted nodes (root first) and the bonus token of one sequence."""
+    path = [0]
+    while True:
+        best = max(range(logits.shape[-1]), key=lambda v: (float(logits[row, path[-1], v]), -v))
+        for node in range(tree.tokens.shape[1]):
+            right = int(tree.parent[row, node]) == path[-1] and int(tree.tokens[row, node]) == best
+            if right and bool(tree.valid[row, node]):
+                path.append(node)
+                break
+        else:
+            return path, best

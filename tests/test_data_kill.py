@@ -1,0 +1,99 @@
+"""A data stage that is killed and run again ends with the very bytes of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+import data_worker
+import pytest
+from tiny import make_tiny_target
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Child processes that need not import torch again, forked from a server that never computed anything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks for modules before it is told where
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """(target folder, file of prompts), small enough for dozens of runs."""
+    folder = tmp_path_factory.mktemp("kill")
+    source = folder / "asks.jsonl"
+    texts = [
+        "the fox runs home",
+        "what is a ship",
+        "a story",
+        "in winter, why",
+        "dog",
+        "the answer",
+        "go",
+        "an ox",
+        "1",
+        "?",
+    ]
+    source.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return make_tiny_target(folder / "target", layers=4, hidden=32, heads=2, kv_heads=1), source
+
+
+def run(forks, inputs, data, record, kill_before_replace=None, seconds=None):
+    """Run the stages in a child and kill it after `seconds`; returns its exit code."""
+    args = (str(inputs[0]), str(inputs[1]), str(data), record, kill_before_replace)
+    child = forks.Process(target=data_worker.stages, args=args)
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode
+
+
+def outputs(data: Path) -> dict[str, bytes]:
+    found = sorted([*data.glob("*/chunk-*"), *data.glob("*/prompts.jsonl"), *data.glob("*/index.json")])
+    return {f.relative_to(data).as_posix(): f.read_bytes() for f in found}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["recorded", "collected"])
+def uninterrupted(request, forks, inputs, tmp_path_factory):
+    """(features recorded while decoding?, files of an uninterrupted run, its seconds)."""
+    data = tmp_path_factory.mktemp("whole") / "data"
+    started = time.monotonic()
+    assert run(forks, inputs, data, request.param) == 0
+    made = outputs(data)
+    assert len(made) == 1 + 2 + 2 + 1
+    return request.param, made, time.monotonic() - started
+
+
+def test_killed_where_files_appear(forks, inputs, tmp_path, uninterrupted):
+    """Runs die before their 2nd, 3rd or 4th file appears; a chunk needs three, so each run but some gets further."""
+    record, expected, _ = uninterrupted
+    for kills in range(40):
+        code = run(forks, inputs, tmp_path, record, kill_before_replace=2 + kills % 3)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert kills >= 5
+    assert outputs(tmp_path) == expected
+
+
+def test_killed_at_random_times(forks, inputs, tmp_path, uninterrupted):
+    record, expected, seconds = uninterrupted
+    draw = random.Random(record)
+    for _ in range(4):
+        run(forks, inputs, tmp_path, record, seconds=draw.uniform(0.2, 0.9) * seconds)
+    assert run(forks, inputs, tmp_path, record) == 0
+    assert outputs(tmp_path) == expected

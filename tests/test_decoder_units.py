@@ -1,0 +1,218 @@
+"""Pieces of the decoder alone: verification, trees, packed linears, the probe at load time, refused requests."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_checks import RandomTreeDrafter, brute_force_walk
+from decoder_models import save_model
+from tiny import make_tiny_tokenizer
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.eval.decoder.cache import TreeCache
+from draftsmith.eval.decoder.drafters import make_drafter
+from draftsmith.eval.decoder.drafters.plain import PlainDrafter
+from draftsmith.eval.decoder.loop import Request, decode
+from draftsmith.eval.decoder.probe import check_target
+from draftsmith.eval.decoder.types import TokenTree, chain
+from draftsmith.eval.decoder.verify import verify_greedy
+from draftsmith.heads.linear import PackedLinear, can_pack, pack_linears
+from draftsmith.heads.target import Target
+
+# --- trees and verification ---------------------------------------------------------------------------------------------
+
+
+def random_trees(seed: int, nodes: int, batch: int = 5) -> TokenTree:
+    drafter = RandomTreeDrafter({}, nodes, right=0.0, seed=seed)
+    for slot in range(batch):
+        drafter.at[slot] = ([], 1)
+    tree = drafter.random_tree(torch.arange(batch), nodes)
+    tree.tokens = torch.randint(0, 6, tree.tokens.shape, generator=drafter.rng)  # few tokens: twins, many matches
+    return tree
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 20])
+def test_ancestors_are_the_path_to_the_root(nodes: int) -> None:
+    for tree in (random_trees(nodes, nodes), chain(torch.zeros(5, nodes, dtype=torch.int64))):
+        seen = tree.ancestors()
+        for b in range(5):
+            for i in range(nodes):
+                path, at = {i}, i
+                while at > 0:
+                    at = int(tree.parent[b, at])
+                    path.add(at)
+                assert seen[b, i].nonzero().flatten().tolist() == sorted(path)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_verification_walks_the_tree(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    nodes = 3 + 4 * seed
+    for tree in (random_trees(seed, nodes), chain(torch.randint(0, 3, (5, nodes), generator=g))):
+        logits = torch.randint(0, 4, (5, nodes, 6), generator=g).float()  # coarse: exact ties, the lowest id wins
+        verdict = verify_greedy(tree, logits)
+        for b in range(5):
+            path, bonus = brute_force_walk(tree, logits, b)
+            assert int(verdict.n_accepted[b]) == len(path) - 1
+            assert verdict.path[b, : len(path)].tolist() == path
+            assert set(verdict.path[b, len(path) :].tolist()) <= {path[-1]}
+            assert int(verdict.bonus[b]) == bonus
+
+
+def test_accepted_rows_are_compacted_together() -> None:
+    """Two shape groups, ragged lengths and paths; what lies before and in other sequences stays."""
+    shapes = [(2, 4, 4), (1, 4, 6), (2, 4, 4)]
+    cache = TreeCache(shapes, 3, 20, torch.device("cpu"), torch.float32)
+    assert cache.capacity == 512
+    assert [a[0].shape[0] for a in cache.arenas] == [2, 1]
+    g = torch.Generator().manual_seed(0)
+    for pair in cache.arenas:
+        for arena in pair:
+            arena.copy_(torch.randn(arena.shape, generator=g))
+    before = copy.deepcopy(cache.arenas)
+    for row, n in enumerate((4, 9, 2)):
+        cache.advance(row, n)
+    path = torch.tensor([[0, 2, 5], [0, 0, 0]])
+    cache.keep(2, path, torch.tensor([3, 1]), [3, 1])
+    assert cache.lengths.tolist() == cache.host_lengths == [7, 10, 2]
+    for got, old in zip(cache.arenas, before, strict=True):
+        for a, b in zip(got, old, strict=True):
+            assert torch.equal(a[:, 0, :, :7], b[:, 0, :, [0, 1, 2, 3, 4, 6, 9]])
+            assert torch.equal(a[:, 1, :, :10], b[:, 1, :, :10])
+            assert torch.equal(a[:, 2], b[:, 2])
+    cache.move(1, 0)
+    assert cache.lengths.tolist() == cache.host_lengths == [10, 10, 2]
+    assert torch.equal(cache.arenas[1][1][:, 0, :, :10], before[1][1][:, 1, :, :10])
+
+
+# --- packed linears -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no packed linear")
+@pytest.mark.parametrize("shape", [(576, 1536), (576, 192), (64, 320), (37, 51)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_rows_dont_depend_on_their_number(shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(*shape, bias=bias)
+    packed = PackedLinear(plain, keep=False)
+    x = torch.randn(40, shape[0])
+    with torch.inference_mode():
+        alone = torch.cat([packed(x[i : i + 1]) for i in range(40)])
+        torch.testing.assert_close(alone, plain(x), rtol=1e-5, atol=1e-5)
+        for rows in (2, 3, 4, 5, 8, 9, 16, 33):
+            assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(packed(x[:6].view(1, 2, 3, -1)).view(6, -1), alone[:6])
+
+
+def test_packing_replaces_every_linear_and_keeps_the_output_heads_weight() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 3))
+    if not can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this torch has no packed linear")
+    x = torch.randn(5, 4)
+    want = model(x)
+    assert pack_linears(model, keep=model[2]) == 3
+    assert model[0].weight is None
+    assert model[2].weight is not None
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+    assert not can_pack(torch.device("cpu"), torch.float64)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+
+
+# --- the probe ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_target(tiny_folder: Path) -> Any:
+    """A target that the test may spoil."""
+    return Target.load(str(tiny_folder), dtype=torch.float32, device="cpu")
+
+
+def refuse(target: Any, message: str) -> None:
+    request = Request("r", [5, 6], 3)
+    for _ in range(2):  # the second time, too
+        with pytest.raises(DraftsmithError, match=message) as error:
+            list(decode(target, PlainDrafter(), [request], slots=1, capacity=64))
+        assert type(target.model).__name__ in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_that_ignores_the_attention_interface_is_refused(own_target: Any) -> None:
+    """One layer goes its own way, as bloom does: causal among the rows of the pass, whatever the cache says."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    layer = own_target.layers[3].self_attn
+
+    def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        b, n, _ = hidden_states.shape
+        q, k, v = (p(hidden_states).view(b, n, -1, 16).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None:
+            k, v = cache.update(k, v, 3)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=n == k.shape[2], enable_gqa=True)
+        return layer.o_proj(out.transpose(1, 2).reshape(b, n, -1)), None
+
+    layer.forward = forward
+    refuse(own_target, r"logits of a tree pass differ from plain forwards by \d.*attention interface")
+
+
+def test_a_layer_without_keys_is_refused_by_number(own_target: Any) -> None:
+    layer = own_target.layers[2].self_attn
+    layer.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    refuse(own_target, r"layers \[2\] keep no K/V")
+
+
+def test_chunked_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DraftsmithError):
+        check_target(Target.load(str(save_model("llama4", tmp_path)), dtype=torch.float32, device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rope_that_depends_on_the_longest_sequence_is_refused(own_target: Any, kind: str, nested: bool) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    own_target.config.rope_parameters = {"full_attention": rope, "sliding_attention": plain} if nested else rope
+    refuse(own_target, f"rope type '{kind}'")
+
+
+def test_a_body_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(DraftsmithError, match="Bloom"):
+        Target.load(str(tmp_path), dtype=torch.float32, device="cpu")
+
+
+# --- requests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("q7", [], 5), "'q7' has an empty prompt"),
+        (Request("q7", [5], 0), "'q7': max_new_tokens 0"),
+        (Request("q7", [5] * 500, 13), "'q7': prompt 500 . new 13 tokens exceed the target's context of 512"),
+        (Request("q7", [5] * 30, 31), "'q7' needs 62 cache rows, the loop was given 61"),
+    ],
+)
+def test_a_request_that_cannot_run_is_named(tiny_target: Any, request_: Request, message: str) -> None:
+    with pytest.raises(DraftsmithError, match=message):
+        list(decode(tiny_target, PlainDrafter(), [request_], slots=2, capacity=61))
+
+
+def test_a_draft_depth_of_nothing_is_refused(tiny_target: Any) -> None:
+    from decoder_checks import random_head
+
+    with pytest.raises(DraftsmithError, match="draft depth 0"):
+        make_drafter(random_head(tiny_target), tiny_target.embed, 0)
+
+
+def test_a_prompt_may_fill_the_whole_context(tiny_target: Any) -> None:
+    (result,) = decode(tiny_target, PlainDrafter(), [Request("r", [5] * 511, 1)], slots=1, capacity=513)
+    assert (len(result.tokens), result.steps) == (1, [])

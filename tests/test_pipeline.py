@@ -1,0 +1,220 @@
+"""The whole pipeline on the tiny target: one run, the second run, runs killed and gone on with, two processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftsmith import cli, pipeline
+from draftsmith.errors import DraftsmithError
+from draftsmith.files import sha256_file
+from draftsmith.heads.target import Target
+from draftsmith.run_config import resolve
+
+SMALL = [
+    "prepare.val_every=4",
+    "regenerate.chunk=8",
+    "regenerate.max_new_tokens=12",
+    "train.steps=16",
+    "train.save_every=2",
+    "train.validate_every=8",
+    "train.token_budget=256",
+    "train.warmup=2",
+    "head.steps=2",
+    "eval.prompts=2",
+    "eval.max_new_tokens=8",
+    "eval.tuning_prompts=2",
+    "eval.tuning_new_tokens=6",
+    "eval.timed_prompts=1",
+    "eval.timed_new_tokens=6",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "mine.jsonl"
+    things = ("ship", "fox", "dog", "winter", "story", "answer", "home", "north")
+    lines = [{"prompt": f"write about the {a} and the {b}"} for a in things for b in things[:3] if a != b]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def configuration(tiny_folder, prompts, runs, *more, command="run"):
+    flags = {"model": str(tiny_folder), "data": prompts, "runs": runs}
+    if command == "run":
+        flags["minutes"] = 1.0
+    return resolve(command, flags, None, [*SMALL, *more])
+
+
+@pytest.fixture(scope="module")
+def first(tiny_folder, prompts, tmp_path_factory):
+    """An uninterrupted run: its configuration and result."""
+    config = configuration(tiny_folder, prompts, tmp_path_factory.mktemp("first") / "runs")
+    return config, pipeline.run_all(config)
+
+
+def files(config):
+    """Bytes that every run of this configuration must end with, by path below the runs folder."""
+    found = {}
+    for pattern in ("*/data/*/*/chunk-*", "*/data/*/prompts/*.jsonl", "*/eagle3/train/checkpoints/best/*"):
+        for path in sorted(config.runs.glob(pattern)):
+            found[str(path.relative_to(config.runs))] = sha256_file(path)
+    return found
+
+
+def test_one_command_ends_with_a_report(first):
+    config, result = first
+    folder = Path(result["report"]).parent
+    assert folder.name == "eagle3"
+    assert json.loads((folder / "report.json").read_text())["summary"]["output_check"] == "identical"
+    assert "</html>" in (folder / "report.html").read_text()
+    assert result["head"]["target_fingerprint"] == result["target"]["fingerprint"]
+    data = next(folder.parent.glob("data/*"))
+    for stage in (data / "prompts", data / "answers", data / "features", folder / "train", folder / "eval" / "2x8"):
+        record = json.loads((stage / "manifest.json").read_text())["record"]
+        assert record["seconds"] >= 0
+        assert record["peak_rss_bytes"] > 0
+    assert not list(config.runs.rglob("*.part"))
+    assert not (config.runs / ".write-probe").exists()
+
+
+def test_the_second_run_finds_everything_done(first, monkeypatch, capsys):
+    config, result = first
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(pipeline, "prepare", lambda *_: pytest.fail("a stage was asked"))
+    started = time.monotonic()
+    again = pipeline.run_all(config)
+    assert time.monotonic() - started < 5
+    assert again == result
+    assert "everything is done" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_recognised_without_loading_torch(first):
+    """The source is handed over, because a folder's name holds its fingerprint, which torch reads."""
+    config, _ = first
+    source = pipeline.Run(config).source
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'deepspeed', 'numpy'): sys.modules[name] = None\n"
+        "from pathlib import Path\n"
+        "from draftsmith import pipeline, run_config\n"
+        "from draftsmith.heads.resolve import TargetSource\n"
+        f"source = TargetSource(**{dataclasses.asdict(source)!r})\n"
+        "pipeline.resolve_target = run_config.resolve_target = lambda *_, **__: source\n"
+        f"flags = {{'model': {config.model!r}, 'data': {str(config.data)!r}, 'runs': {str(config.runs)!r}}}\n"
+        f"config = run_config.resolve('run', {{**flags, 'minutes': 1.0}}, None, {SMALL!r})\n"
+        "pipeline.run_all(config)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "everything is done" in done.stderr
+
+
+def test_a_missing_result_or_other_settings_are_noticed(first, tiny_folder, prompts):
+    config, _ = first
+    run = pipeline.Run(config)
+    assert pipeline.finished(run)
+    other = configuration(tiny_folder, prompts, config.runs, "train.seed=1")
+    assert not pipeline.finished(pipeline.Run(other))
+    manifest = run.folder / "train" / "manifest.json"
+    manifest.rename(manifest.with_suffix(".gone"))
+    assert not pipeline.finished(run)
+    manifest.with_suffix(".gone").rename(manifest)
+    assert pipeline.finished(run)
+
+
+def test_a_lost_report_is_made_again_without_decoding(first, monkeypatch):
+    config, result = first
+    Path(result["page"]).unlink()
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    assert pipeline.run_all(config)["summary"] == result["summary"]
+    assert Path(result["page"]).exists()
+
+
+def test_eval_measures_more_prompts_beside_the_runs_own(first, tiny_folder, prompts):
+    config, _ = first
+    more = configuration(tiny_folder, prompts, config.runs, "eval.prompts=3", command="eval")
+    assert pipeline.COMMANDS["eval"](more)["summary"]["n_prompts"] == 3
+    assert pipeline.finished(pipeline.Run(config))
+    assert pipeline.run_all(config)["summary"]["n_prompts"] == 3
+
+
+def test_killed_twice_and_run_again_ends_with_the_same_bytes(first, tiny_folder, prompts, tmp_path):
+    config = configuration(tiny_folder, prompts, tmp_path / "runs")
+    kill_when(config, "*/data/*/answers/chunk-00000.jsonl")
+    assert not list(config.runs.glob("*/data/*/answers/manifest.json"))
+    kill_when(config, "*/eagle3/train/checkpoints/step-000004/state.json")
+    assert not list(config.runs.glob("*/eagle3/train/manifest.json"))
+    pipeline.run_all(config)
+    assert files(config) == files(first[0])
+
+
+def test_going_back_to_an_earlier_head_shows_its_report_again(first, tiny_folder, prompts, monkeypatch):
+    config, _ = first
+    folder = next(config.runs.glob("*/eagle3"))
+    before = json.loads((folder / "report.json").read_text())
+    other = configuration(tiny_folder, prompts, config.runs, "train.steps=3")
+    assert pipeline.run_all(other)["head_sha256"] != before["head_sha256"]
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    again = pipeline.run_all(config)
+    assert again["head_sha256"] == before["head_sha256"]
+    assert files(config)  # nothing of it was lost on the way
+    assert pipeline.finished(pipeline.Run(config))
+
+
+def environment():
+    home = Path(cli.__file__).parent.parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(home)])}
+
+
+def kill_when(config, sign):
+    """Start the run in a process of its own and kill it as soon as a file appears."""
+    arguments = ["run", "--model", config.model, "--data", str(config.data), "--runs", str(config.runs)]
+    command = [sys.executable, "-m", "draftsmith.cli", *arguments, "--minutes", "1", *SMALL]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list(config.runs.glob(sign)):
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline, "the sign never appeared"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_two_processes_train_through_torchrun(first, tiny_folder, prompts):
+    config, _ = first
+    two = configuration(tiny_folder, prompts, config.runs, "gpus=2", "run=two", "train.steps=4", command="train")
+    record = pipeline.COMMANDS["train"](two)["record"]
+    assert record["step"] == 4
+    assert (next(config.runs.glob("*/eagle3@two")) / "train" / "checkpoints" / "best" / "model.safetensors").exists()
+
+
+def test_stages_say_what_is_missing(tiny_folder, prompts, tmp_path):
+    for command, told in (("regenerate", "draftsmith prepare"), ("eval", "draftsmith train")):
+        config = configuration(tiny_folder, prompts, tmp_path / "runs", command=command)
+        with pytest.raises(DraftsmithError, match=told):
+            pipeline.COMMANDS[command](config)
+
+
+def test_an_unreachable_hub_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("draftsmith.heads.resolve._hub_answers", lambda: False)
+    config = resolve("run", {"model": "Qwen3-8B", "runs": tmp_path / "runs", "recipe": "builtin"}, None, [])
+    with pytest.raises(DraftsmithError, match="hub can't be reached"):
+        pipeline.run_all(config)
+
+
+def test_the_key_follows_data_and_code(first, monkeypatch):
+    config, _ = first
+    run = pipeline.Run(config)
+    key = pipeline.run_key(run)
+    assert pipeline.run_key(pipeline.Run(config.model_copy(update={"gpus": 1}))) == key
+    run.source = dataclasses.replace(run.source, revision="other")
+    assert pipeline.run_key(run) != key

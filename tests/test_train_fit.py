@@ -1,0 +1,236 @@
+"""Whole runs: ranks and accumulation, kills, signals, time limits, bad numbers, the overfit gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_worker import make_fit, make_store, recipe, run
+
+from draftsmith.errors import DraftsmithError
+
+WORKER = Path(__file__).with_name("train_worker.py")
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tiny_target, tmp_path_factory.mktemp("store") / "features")
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_QUIET", "1")
+
+
+def start(job: dict[str, Any], **env: str) -> subprocess.Popen[str]:
+    # the package's own parent comes first, so that the run is of this checkout
+    import draftsmith
+
+    path = os.pathsep.join([str(Path(draftsmith.__path__[0]).absolute().parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **env}
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), json.dumps(job)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+
+def job(store: Path, target: Path, out: Path, **train: Any) -> dict[str, Any]:
+    return {"store": str(store), "target": str(target), "out": str(out), "train": train}
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = out / "checkpoints" / f"step-{step:06d}"
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def test_one_rank_accumulating_two_equals_two_ranks(
+    store: Path, tiny_folder: Path, tmp_path: Path, quiet: None
+) -> None:
+    shared = {"steps": 5, "clip": 0.05, "save_every": 5}  # a clip that bites: it must see the global gradient
+    from draftsmith.train.ranks import _free_port
+
+    port = _free_port()
+    processes = [
+        start(
+            job(store, tiny_folder, tmp_path / "two", **shared),
+            RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    one = run(store, tiny_folder, tmp_path / "one", {**shared, "accumulation": 2})
+    for p in processes:
+        out, err = p.communicate(timeout=120)
+        assert p.returncode == 0, err
+    two = json.loads(out)
+    assert two["tokens"] == one["tokens"]
+    assert two["best_tau_walk"] == pytest.approx(one["best_tau_walk"])
+    a, b = weights(tmp_path / "one", 5), weights(tmp_path / "two", 5)
+    start_weights = dict(make_fit(store, tiny_folder, recipe(**shared))[3].named_parameters())
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-5)
+        if name in start_weights and name != "norm":
+            assert (a[name] - start_weights[name]).abs().max() > 1e-4, f"{name} was never trained"
+    lines = [[json.loads(x) for x in (tmp_path / n / "metrics.jsonl").open()] for n in ("one", "two")]
+    for x, y in zip(*lines, strict=True):
+        assert x["step"] == y["step"]
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-5)
+        assert x["accuracy"] == pytest.approx(y["accuracy"])
+
+
+def test_killed_or_terminated_and_resumed_equals_uninterrupted(
+    store: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"steps": 12, "save_every": 3}
+    killed = start({**job(store, tiny_folder, tmp_path / "killed", **train), "kill_in_save": 3})
+    ended = start({**job(store, tiny_folder, tmp_path / "ended", **train), "terminate_at": 5})
+    whole = run(store, tiny_folder, tmp_path / "whole", train)
+    killed.communicate(timeout=120)
+    out, err = ended.communicate(timeout=120)
+    assert killed.returncode == -9
+    assert ended.returncode == 0, err
+    assert "to go on: make train" in err
+    stopped = json.loads(out)
+    assert not stopped["finished"]
+    assert (tmp_path / "ended/checkpoints/step-000005/state.json").exists()
+    names = {p.name for p in (tmp_path / "killed/checkpoints").glob("step*")}
+    assert names == {"step-000003", "step-000006"}, "step 9 was being written"
+    expected = weights(tmp_path / "whole", 12)
+    for name in ("killed", "ended"):
+        result = run(store, tiny_folder, tmp_path / name, train)
+        assert result["finished"]
+        assert result["best_tau_walk"] == whole["best_tau_walk"]
+        found = weights(tmp_path / name, 12)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[n], expected[n]) for n in expected), name
+        steps = [json.loads(x)["step"] for x in (tmp_path / name / "metrics.jsonl").open()]
+        assert steps == sorted(steps), "steps never go backwards"
+        assert not list((tmp_path / name / "checkpoints").glob("step-000003")), "only the newest two are kept"
+    first = load_file(tmp_path / "whole/checkpoints/best/model.safetensors")
+    second = load_file(tmp_path / "killed/checkpoints/best/model.safetensors")
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_time_budget_fixes_the_number_of_steps(store: Path, tiny_folder: Path, tmp_path: Path, quiet: None) -> None:
+    from draftsmith.train.fit import fit
+
+    before = time.monotonic()
+    result = fit(*make_fit(store, tiny_folder, recipe(minutes=1.0)), tmp_path, budget_seconds=6.0)
+    assert 11 < result["step"] == result["total_steps"]
+    assert 2.0 < time.monotonic() - before < 12.0
+    state = json.loads((tmp_path / f"checkpoints/step-{result['step']:06d}/state.json").read_text())
+    assert state["total_steps"] == result["total_steps"]
+
+
+def test_steps_that_are_not_finite_are_named_and_capped(
+    store: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftsmith.train import batches
+
+    original = batches.make_batch
+
+    def poisoned(opened: Any, indices: Any, max_length: int) -> Any:
+        batch = original(opened, indices, max_length)
+        if 3 in indices:
+            batch.features[:2] = float("nan")
+        return batch
+
+    monkeypatch.setattr(batches, "make_batch", poisoned)
+    result = run(store, tiny_folder, tmp_path / "some", {"epochs": 2})
+    assert result["skipped"] == 2
+    assert "doc-003" in capsys.readouterr().err
+    assert all(bool(torch.isfinite(w).all()) for w in weights(tmp_path / "some", result["step"]).values())
+    with pytest.raises(DraftsmithError, match=r"doc-003.*4 steps were left out"):
+        run(store, tiny_folder, tmp_path / "many", {"epochs": 6})
+
+
+def test_other_heads_checkpoint_is_refused(store: Path, tiny_folder: Path, tmp_path: Path, quiet: None) -> None:
+    run(store, tiny_folder, tmp_path, {"steps": 1})
+    with pytest.raises(DraftsmithError, match="trained_length is 2048, this run's is 1024"):
+        run(store, tiny_folder, tmp_path, {"steps": 2, "max_length": 1024})
+
+
+def test_stage_is_skipped_once_done_and_redone_for_other_settings(
+    store: Path, tiny_folder: Path, tmp_path: Path, quiet: None
+) -> None:
+    from draftsmith.heads.checkpoint import load_head
+    from draftsmith.train.stage import train_stage
+
+    place: dict[str, Any] = {"location": str(tiny_folder), "revision": None, "features": store}
+    first = train_stage(recipe(steps=2), folder=tmp_path / "train", **place)
+    assert first["finished"]
+    assert 0.5 < first["vocabulary_coverage"] <= 1
+    head = load_head(Path(first["checkpoint"]))
+    assert head.config.target_fingerprint
+    before = time.monotonic()
+    again = train_stage(recipe(steps=2), folder=tmp_path / "train", **place)
+    assert time.monotonic() - before < 3
+    assert again["best_tau_walk"] == first["best_tau_walk"]
+    other = train_stage(recipe(steps=3), folder=tmp_path / "train", **place)
+    assert other["step"] == 3
+    assert len(list(tmp_path.glob("train.*"))) == 1, "the first run is set aside"
+
+
+def sharpened(fit_arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Scale the teacher's logits: the random target's laws are almost flat, its greedy text stays the same."""
+    settings, opened, parts, head = fit_arguments
+    parts = dataclasses.replace(parts, lm_head=parts.lm_head * 8)
+    head.initialise(parts, torch.Generator().manual_seed(0))
+    return settings, opened, parts, head
+
+
+def decoded_steps(target: Any, head: Any, documents: list[Any], new_tokens: int) -> list[Any]:
+    from draftsmith.eval.decoder.drafters import make_drafter
+    from draftsmith.eval.decoder.loop import Request, decode
+
+    requests = [Request(d.id, d.tokens[~d.answer].tolist(), min(new_tokens, int(d.answer.sum()))) for d in documents]
+    found = decode(target, make_drafter(head, target.embed, 4), requests, slots=4, capacity=64)
+    return [s for r in found for s in r.steps]
+
+
+def test_overfit_gate_and_tau_walk_is_chain_decoding(
+    tiny_target: Any, tiny_folder: Path, tmp_path: Path, quiet: None
+) -> None:
+    """Invariant 8, and: tau_walk on the target's own greedy text is chain decoding (fp32)."""
+    from draftsmith.heads.base import Batch, Needs
+    from draftsmith.train.fit import fit
+    from draftsmith.train.validate import walk
+
+    store = make_store(tiny_target, tmp_path / "features", documents=20, new_tokens=28, seed=3)
+    train = {"steps": 80, "token_budget": 700, "lr_matrix": 0.04, "lr_other": 0.02, "weight_decay": 0.0}
+    settings = recipe({"steps": 4, "draft_vocab_size": 320}, validate_every=80, **train)
+    arguments = sharpened(make_fit(store, tiny_folder, settings))
+    started = time.monotonic()
+    fit(*arguments, tmp_path / "run")
+    head, opened = arguments[3], arguments[1]
+    documents = [opened.document(i) for i in range(len(opened)) if opened.split(i) == "train"]
+    assert len(documents) == 16
+    # answers were trained to 28 tokens: decode fewer, so that no draft lies where nothing was trained
+    trained = decoded_steps(tiny_target, head, documents, 22)
+    share = sum(s.accepted for s in trained) / (4 * len(trained))
+    assert share >= 0.9, f"mean accepted / K = {share:.3f}"
+    assert time.monotonic() - started < 40, "20 s on a quiet machine"
+
+    with torch.no_grad():  # a head that is right about half of the time, so that there is something to walk over
+        noise = torch.Generator().manual_seed(0)
+        head.lm_head.weight += torch.randn(head.lm_head.weight.shape, generator=noise) * head.lm_head.weight.std() * 0.8
+    tokens = steps = 0
+    for d in documents:
+        with tiny_target.attention("sdpa"):
+            aux, last = tiny_target.states(d.tokens[None], Needs(opened.layer_ids, last=True))
+        n = len(d.tokens)
+        batch = Batch(d.tokens, d.answer, torch.zeros(n, dtype=torch.int64), torch.arange(n), aux[0], last[0])
+        right, supervised = head.matches(batch, arguments[2])
+        walked = walk(right, supervised[0], 4)
+        tokens, steps = tokens + walked[0], steps + walked[1]
+    decoded = decoded_steps(tiny_target, head, documents, 28)
+    assert (tokens, steps) == (sum(s.emitted for s in decoded), len(decoded))
+    assert 1.3 < tokens / steps < 4

@@ -1,0 +1,1 @@
+"""How is a head fitted? DeepSpeed engine, batches, checkpoints, validation."""

@@ -1,0 +1,142 @@
+"""Which batch comes when: a pure function of (settings, epoch, index), read ahead by a thread."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ..data_recipes.packing import make_batch, plan_batches
+from ..data_recipes.store import FeatureStore
+from ..errors import DraftsmithError
+from ..heads.base import Batch
+
+Position = tuple[int, int]
+"""(epoch, index within its plan) of a batch."""
+
+
+def trainable_documents(store: FeatureStore, split: str, max_length: int) -> tuple[list[int], int]:
+    """Return a split's documents with a supervised row in their first `max_length` tokens, and how many have none."""
+    kept, without = [], 0
+    for i in range(len(store)):
+        if store.split(i) != split:
+            continue
+        answer = store.document(i).answer[:max_length]
+        if bool((answer[1:-1] & answer[2:]).any()):
+            kept.append(i)
+        else:
+            without += 1
+    return kept, without
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batches of every epoch over `documents`, numbered in one endless sequence.
+
+    Attributes:
+        documents: numbers in the store; lengths: their tokens, cut to `max_length`.
+    """
+
+    documents: list[int]
+    lengths: list[int]
+    token_budget: int
+    max_length: int
+    seed: int
+
+    @classmethod
+    def over(cls, store: FeatureStore, documents: list[int], token_budget: int, max_length: int, seed: int) -> Self:
+        """Plan the given documents of a store."""
+        if not documents:
+            raise DraftsmithError(
+                f"no document has an answer within its first {max_length} tokens: nothing to train on; "
+                "collect more answers or raise train.max_length"
+            )
+        return cls(documents, [min(store.lengths[i], max_length) for i in documents], token_budget, max_length, seed)
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """Batches of an epoch, as document numbers of the store."""
+        batches = plan_batches(self.lengths, self.token_budget, self.seed, number)
+        return [[self.documents[i] for i in batch] for batch in batches]
+
+    def from_position(self, position: Position) -> Iterator[tuple[Position, list[int]]]:
+        """Yield (position, documents) of all batches from `position` on, epoch after epoch, without end."""
+        epoch, index = position
+        while True:
+            batches = self.epoch(epoch)
+            for i in range(index, len(batches)):
+                yield (epoch, i), batches[i]
+            epoch, index = epoch + 1, 0
+
+    def advance(self, position: Position, batches: int) -> Position:
+        """Return the position `batches` further on."""
+        epoch, index = position
+        index += batches
+        while index >= (size := len(self.epoch(epoch))):
+            epoch, index = epoch + 1, index - size
+        return epoch, index
+
+    def steps_in(self, epochs: int, batches_per_step: int) -> int:
+        """Optimizer steps that see every document at least `epochs` times."""
+        return math.ceil(sum(len(self.epoch(e)) for e in range(epochs)) / batches_per_step)
+
+
+@dataclass
+class Item:
+    """A batch with its place in the plan and its documents' numbers in the store."""
+
+    position: Position
+    documents: list[int]
+    batch: Batch
+
+
+class BatchStream:
+    """One rank's batches from `position` on: of each step's batches, rank r of world w takes r, r + w, ...
+
+    A thread reads ahead. Close it when done.
+    """
+
+    def __init__(
+        self, store: FeatureStore, plan: BatchPlan, position: Position, rank: int = 0, world: int = 1, ahead: int = 2
+    ) -> None:
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=ahead)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read, args=(store, plan, position, rank, world), name="draftsmith-batches", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, store: FeatureStore, plan: BatchPlan, position: Position, rank: int, world: int) -> None:
+        try:
+            for number, (place, documents) in enumerate(plan.from_position(position)):
+                if number % world != rank:
+                    continue
+                if not self._put(Item(place, documents, make_batch(store, documents, plan.max_length))):
+                    return
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._put(error)
+
+    def _put(self, item: Item | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,56 @@
+"""Learning-rate schedule and the length of a run, both functions of the step alone."""
+
+from __future__ import annotations
+
+import math
+
+from .settings import TrainSettings
+
+PILOT_STEPS = 11
+"""Steps that measure a time-limited run's rate; the first is slower (allocations, page faults) and isn't counted."""
+
+COSINE_FLOOR = 0.02
+DECAY_SHARE = 1 / 3
+
+
+def lr_factor(step: int, total_steps: int | None, settings: TrainSettings) -> float:
+    """Factor of the learning rates at `step` (0-based).
+
+    Args:
+        step: the optimizer step about to be taken.
+        total_steps: length of the run; None during the pilot of a time-limited run: warm-up, then constant.
+        settings: warm-up and kind of schedule.
+    """
+    warm = min(1.0, (step + 1) / (settings.warmup + 1))
+    if total_steps is None:
+        return warm
+    if settings.schedule == "wsd":
+        decay = max(1, round(total_steps * DECAY_SHARE))
+        return warm * min(1.0, (total_steps - step) / (decay + 1))
+    progress = min(1.0, step / max(1, total_steps))
+    return warm * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def steps_within(
+    seconds_left: float, step_seconds: float, validation_seconds: float, settings: TrainSettings, done: int
+) -> int:
+    """Total steps of a time-limited run.
+
+    Args:
+        seconds_left: of the budget, after the pilot.
+        step_seconds: measured cost of one optimizer step.
+        validation_seconds: measured cost of one validation with its checkpoint.
+        settings: says how often it validates.
+        done: steps already taken.
+
+    Returns:
+        The largest number of steps (at least done + 1) whose training and validations fit.
+    """
+    total = done + max(1, int(seconds_left / step_seconds))
+    for _ in range(20):  # the number of validations depends on the total, a little
+        validations = math.ceil(total / settings.validation_interval(total))
+        fits = done + max(1, int((seconds_left - validations * validation_seconds) / step_seconds))
+        if fits >= total:
+            break
+        total = fits
+    return total

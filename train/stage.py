@@ -1,0 +1,138 @@
+"""The stage `train`: from a feature store and a head's recipe to a trained head with its manifest."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data_recipes.store import FeatureStore
+from ..data_recipes.vocabulary import choose_vocab
+from ..errors import DraftsmithError
+from ..heads.config import HeadConfig, default_layer_ids
+from ..heads.registry import head_family
+from ..heads.target import explain_loading, fingerprint, load_parts, load_tokenizer, resolve_folder, template_sha256
+from ..heads.vocab import DraftVocab
+from ..manifest import Stage
+from ..progress import say
+from .fit import fit
+from .ranks import process_group
+from .settings import HeadRecipe
+
+STAGE, VERSION = "train", 1
+
+
+def train_stage(
+    recipe: HeadRecipe,
+    *,
+    location: str,
+    revision: str | None,
+    features: Path,
+    folder: Path,
+    target_id: str | None = None,
+    budget_seconds: float | None = None,
+    resume_command: str = "the same command again",
+    wandb: bool | None = None,
+) -> dict[str, Any]:
+    """Train the recipe's head for a target, or go on; a finished stage is skipped.
+
+    Args:
+        recipe: the head's settings; with its `train.minutes` they identify the run, so another time budget, whose
+            learning-rate schedule differs, is another run.
+        location, revision: the target.
+        features: folder of its collected store.
+        folder: the stage's own folder.
+        target_id: name of the target in the head's config; None takes `location`.
+        budget_seconds: what is really left of the run's time; overrides `train.minutes`, identifies nothing.
+        resume_command, wandb: see `fit`.
+
+    Returns:
+        The manifest's record: what `fit` returns, with `vocabulary_coverage`. Its "finished" is False after a signal;
+        the caller should then leave with its "exit_code".
+
+    Raises:
+        DraftsmithError: features of another target or other layers, or whatever `fit` raises.
+    """
+    config, vocab, coverage, store = prepare_head(recipe, location, revision, features, target_id)
+    identity = {
+        "features": store.digest,
+        "head": config.to_dict(),
+        "train": recipe.train.model_dump(),
+    }
+    with process_group() as ranks:
+        stage = Stage.open(folder, STAGE, VERSION, identity) if ranks.is_main else None
+        done = ranks.from_main(stage.manifest if stage else None)
+        if done is not None:
+            record: dict[str, Any] = done["record"]
+            return record
+        if ranks.is_main:
+            share = f"{coverage:.2%} of the answers' tokens"
+            say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
+        head = head_family(config.family).head(config, vocab)
+        parts = load_parts(location, revision, torch.float32)
+        head.initialise(parts, torch.Generator().manual_seed(recipe.train.seed))
+        result = fit(
+            recipe.train, store, parts, head, folder,
+            budget_seconds=budget_seconds, resume_command=resume_command, wandb=wandb,
+        )  # fmt: skip
+        result["vocabulary_coverage"] = coverage
+        if stage is not None and result["finished"]:
+            stage.finish(**{k: v for k, v in result.items() if k != "seconds"}, train_seconds=result["seconds"])
+        ranks.barrier()
+        return result
+
+
+def prepare_head(
+    recipe: HeadRecipe, location: str, revision: str | None, features: Path, target_id: str | None = None
+) -> tuple[HeadConfig, DraftVocab, float, FeatureStore]:
+    """Open the store, choose the vocabulary and derive the head's config: seconds, nothing is trained.
+
+    Returns:
+        The config, the vocabulary, its coverage of the answers' tokens (0..1), and the store.
+    """
+    from transformers import AutoConfig
+
+    with explain_loading(location):
+        target = AutoConfig.from_pretrained(location, revision=revision).get_text_config()
+    tokenizer = load_tokenizer(location, revision)
+    mark = fingerprint(resolve_folder(location, revision))
+    layer_ids = recipe.head.layer_ids or default_layer_ids(target.num_hidden_layers)
+    store = FeatureStore.open(features, fingerprint=mark, layer_ids=layer_ids)
+    size = recipe.head.vocab_size_for(store.vocab_size)
+    vocab, coverage = choose_vocab(store, size, _end_ids(target, tokenizer))
+    config = _build_config(
+        recipe.head.family,
+        target,
+        vocab,
+        layer_ids=list(layer_ids),
+        steps=recipe.head.steps,
+        step_decay=recipe.head.step_decay,
+        target_id=target_id or location,
+        target_revision=revision,
+        target_fingerprint=mark,
+        chat_template_sha256=template_sha256(tokenizer),
+        trained_length=recipe.train.max_length,
+    )
+    return config, vocab, coverage, store
+
+
+def _build_config(family: str, target: Any, vocab: DraftVocab, **identity: Any) -> HeadConfig:
+    """Call the family's `<family>_config`, which stands beside its network."""
+    module = importlib.import_module(head_family(family).head.__module__)
+    build = getattr(module, f"{family}_config", None)
+    if build is None:
+        raise DraftsmithError(f"head family {family!r} has no function {family}_config in {module.__name__}")
+    config: HeadConfig = build(target, vocab, **identity)
+    return config
+
+
+def _end_ids(target: Any, tokenizer: Any) -> list[int]:
+    """End-of-turn tokens, always in the vocabulary: a head must be able to propose the end."""
+    values = [tokenizer.eos_token_id]
+    values += target.eos_token_id if isinstance(target.eos_token_id, list) else [target.eos_token_id]
+    return sorted({v for v in values if v is not None})
+
+
+__all__ = ["prepare_head", "train_stage"]
