@@ -1,7 +1,11 @@
-"""One typed configuration of a run: defaults < the head's YAML < --config YAML < flags < dotted overrides."""
+"""One typed configuration of a run.
+
+Defaults < the head's YAML < the model's own defaults < --config YAML < flags < dotted overrides.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +26,11 @@ RUN_EVAL = {"prompts": 20, "max_new_tokens": 64}
 """Held-out prompts and tokens that `run` measures on; the `eval` command takes the full set."""
 
 
-EVAL_MINUTES, EVAL_SHARE = 3.8, 0.3
+EVAL_MINUTES, EVAL_SHARE = 5.0, 0.35
 """What measuring takes on the default target, and the most that it may take of a small budget."""
 SETUP_SHARE = 0.03
 """Loading, prompts, features, vocabulary."""
-ANSWER_SHARE = 0.45
+ANSWER_SHARE = 0.5
 """Part of the rest that goes to answers; training gets what is left."""
 
 
@@ -131,13 +135,15 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
     Raises:
         DraftsmithError: unknown names, keys or ill-typed values; says what there is.
     """
-    values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if command == "run":
-        values = {"minutes": DEFAULT_MINUTES, "eval": dict(RUN_EVAL)}
-    _merge(values, _read(file) if file else {}, str(file))
-    _merge(values, {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}, "flags")
+        given = {"minutes": DEFAULT_MINUTES, "eval": dict(RUN_EVAL)}
+    _merge(given, _read(file) if file else {}, str(file))
+    _merge(given, {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}, "flags")
     for text in overrides:
-        _merge(values, _override(text), text)
+        _merge(given, _override(text), text)
+    values = _model_defaults(str(given.get("model", DEFAULT_MODEL)))
+    _merge(values, given, "configuration")
     head = values.pop("head", {})
     options = dict(head) if isinstance(head, Mapping) else {"name": head}
     name = options.pop("name", DEFAULT_HEAD)
@@ -156,6 +162,12 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
 
 
 _LIMITS = {"epochs", "steps", "minutes"}
+
+
+def _model_defaults(model: str) -> dict[str, Any]:
+    """Settings that a short name's own file suggests, e.g. for a target that is trained on a CPU."""
+    entry = model_entry(model) if model in model_names() else {}
+    return copy.deepcopy(entry.get("defaults", {}))
 
 
 def _positive(minutes: Any) -> TypeGuard[float]:

@@ -99,7 +99,7 @@ def pass_noise(target: Target, sequences: Sequence[Sequence[int]], rows: int) ->
         start = len(tokens) - blocks * rows
         ids = torch.tensor([list(tokens)], device=target.device)
         single, block = _Prefix(target, ids, start), _Prefix(target, ids, start)
-        with target.attention("sdpa"):
+        with target.attention():
             whole = target.model(input_ids=ids, use_cache=False, logits_to_keep=blocks * rows).logits[0].float()
         for at in range(0, blocks * rows, rows):
             alone = torch.cat([single.advance(1) for _ in range(rows)])
@@ -140,7 +140,7 @@ def _rescore(exact: Target, plain: Result, other: Result, index: int) -> Differe
     if pair[0] is None or pair[1] is None:
         return Difference(plain.id, index, pair[0], pair[1], float("inf"))
     ids = torch.tensor([[*plain.prompt, *plain.tokens[:index]]], device=exact.device)
-    with exact.attention("sdpa"):
+    with exact.attention():
         logits = exact.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     gap = float(logits.max() - logits[pair].min())
     return Difference(plain.id, index, pair[0], pair[1], gap)

@@ -87,7 +87,7 @@ class Bench:
         model: Any = self.target.model
         self._synchronise()
         started = time.perf_counter()
-        with self.target.attention("sdpa"):
+        with self.target.attention():
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

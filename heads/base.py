@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +62,15 @@ class TargetParts:
         lm_head: [V, H] output weight.
         norm_weight: [H] final RMSNorm weight, as it multiplies (Gemma's 1 + w already added).
         norm_eps: epsilon of that norm.
+        last_layer: weights of the last decoder layer by their names in it; empty where they aren't wanted. A head may
+            start from them.
     """
 
     embed: Tensor
     lm_head: Tensor
     norm_weight: Tensor
     norm_eps: float
+    last_layer: dict[str, Tensor] = field(default_factory=dict)
 
     def normed(self, last: Tensor) -> Tensor:
         """Apply the final norm to state n [..., H]; computed in fp32, returned in the input's dtype."""
@@ -76,7 +79,11 @@ class TargetParts:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
         """Move to a device and dtype."""
         return TargetParts(
-            self.embed.to(device, dtype), self.lm_head.to(device, dtype), self.norm_weight.to(device, dtype), self.norm_eps
+            self.embed.to(device, dtype),
+            self.lm_head.to(device, dtype),
+            self.norm_weight.to(device, dtype),
+            self.norm_eps,
+            {name: x.to(device, dtype) for name, x in self.last_layer.items()},
         )
 
 
@@ -138,8 +145,8 @@ class DraftHead(nn.Module, abc.ABC):
         """What the head's input takes of the target's pass."""
 
     @abc.abstractmethod
-    def initialise(self, parts: TargetParts, generator: torch.Generator) -> None:
-        """Set the starting weights, from the target's where the family says so."""
+    def initialise(self, parts: TargetParts, generator: torch.Generator) -> str:
+        """Set the starting weights, from the target's where the family says so; returns a line that says how."""
 
     @abc.abstractmethod
     def losses(self, batch: Batch, parts: TargetParts, *, overlap: bool = False) -> list[StepStats]:
@@ -147,7 +154,7 @@ class DraftHead(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def matches(self, batch: Batch, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Return (right, supervised), bool [steps, T] each: whose teacher-forced guess at a step is the text's token."""
+        """Return (right, supervised), bool [steps, T] each: whose teacher-forced guess is the text's token."""
 
     @abc.abstractmethod
     def new_cache(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Cache:
@@ -161,9 +168,9 @@ class DraftHead(nn.Module, abc.ABC):
 
         Args:
             embeds: [B, M, H] target embeddings of the tokens that the rows read.
-            hidden: [B, M, F] the target's features for committed rows (F = A*H), or [B, 1, H] the head's recycled state.
+            hidden: [B, M, F] the target's features of committed rows (F = A*H), or [B, 1, H] the recycled state.
             positions: [B, M] rope positions.
-            valid: [B] number of committed rows among M (they are appended and stay), or None for one draft row, which is
+            valid: [B] number of committed rows among M (they are appended and stay), or None for one draft row,
                 appended behind the committed rows until the next committed call.
 
         Returns:

@@ -7,7 +7,6 @@ Written once inside every checkpoint; nobody derives a field again. A plain data
 from __future__ import annotations
 
 import dataclasses
-
 import types
 import typing
 from dataclasses import dataclass

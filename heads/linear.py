@@ -40,7 +40,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(model: nn.Module, keep: nn.Module | None) -> int:
-    """Replace every `nn.Linear` below `model`; `keep` (the output head) also keeps its plain weight. Returns how many."""
+    """Replace every `nn.Linear` below `model`; `keep` (the output head) also keeps its plain weight."""
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

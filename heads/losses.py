@@ -63,13 +63,12 @@ def soft_cross_entropy(
     Returns:
         The sum (scalar; the caller divides by the global count) and the best draft id of every row, [R] int64.
     """
-    return SoftCrossEntropy.apply(hidden, weight, teacher, rows, counted)  # type: ignore[no-untyped-call, no-any-return]
+    total, guesses = SoftCrossEntropy.apply(hidden, weight, teacher, rows, counted)
+    return total, guesses
 
 
 @torch.no_grad()
-def overlap(
-    hidden: Tensor, weight: Tensor, last: Tensor, target_weight: Tensor, target_ids: Tensor
-) -> Tensor:
+def overlap(hidden: Tensor, weight: Tensor, last: Tensor, target_weight: Tensor, target_ids: Tensor) -> Tensor:
     """Sum over rows of sum_v min(p, q) with the full-vocabulary p: the expected acceptance at temperature 1.
 
     Args:

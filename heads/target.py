@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import struct
@@ -52,8 +53,8 @@ class Target:
         eos_ids: token ids that end an answer.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, location: str, revision: str | None) -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, tokenizer: Any, location: str, revision: str | None) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.id, self.revision = location, revision
         self.config = model.config.get_text_config()
@@ -99,9 +100,7 @@ class Target:
 
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with explain_loading(location):
-            model = AutoModelForCausalLM.from_pretrained(
-                location, revision=revision, dtype=dtype or auto_dtype(place)
-            )
+            model = AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype or auto_dtype(place))
             tokenizer = load_tokenizer(location, revision)
         return cls(model.to(place), tokenizer, location, getattr(model.config, "_commit_hash", None) or revision)
 
@@ -165,16 +164,19 @@ def join_states(states: dict[int, Tensor], needs: Needs, n_layers: int) -> tuple
 
 
 def load_parts(location: str, revision: str | None, dtype: torch.dtype, device: str = "cpu") -> TargetParts:
-    """Read only embedding, output head and final norm from a checkpoint's safetensors (index, single file, tied)."""
+    """Read only embedding, output head, final norm and last layer from safetensors (index, single file, tied)."""
     from transformers import AutoConfig
 
     with explain_loading(location):
         config = AutoConfig.from_pretrained(location, revision=revision).get_text_config()
     reader = _WeightReader(resolve_folder(location, revision))
-    embed = reader.find(("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight"))
+    embed = reader.find(
+        ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
+    )
     norm = reader.find(("model.norm.weight", "norm.weight", "language_model.model.norm.weight"))
     head = embed if config.tie_word_embeddings else reader.find(("lm_head.weight", "language_model.lm_head.weight"))
-    return _parts(embed, head, norm, config).to(device, dtype)
+    parts = _parts(embed, head, norm, config)
+    return dataclasses.replace(parts, last_layer=reader.layer(config.num_hidden_layers - 1)).to(device, dtype)
 
 
 def _parts(embed: Tensor, head: Tensor, norm: Tensor, config: Any) -> TargetParts:
@@ -207,6 +209,13 @@ class _WeightReader:
                     return f.get_tensor(name)
         raise DraftsmithError(f"the checkpoint has none of the tensors {', '.join(names)}")
 
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """Floating-point tensors of one decoder layer, by their names inside it."""
+        mark = f"layers.{number}."
+        names = {name.partition(mark)[2]: name for name in self.files if mark in name}
+        found = {short: self.find((name,)) for short, name in names.items()}
+        return {short: x for short, x in found.items() if x.is_floating_point()}
+
 
 def load_tokenizer(location: str, revision: str | None = None) -> Any:
     """Load the tokenizer of a model folder or hub id."""
@@ -235,7 +244,11 @@ def resolve_folder(location: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     with explain_loading(location):
-        return Path(snapshot_download(location, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(
+                location, revision=revision, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+            )
+        )
 
 
 def fingerprint(folder: Path) -> str:
@@ -261,7 +274,10 @@ def fingerprint(folder: Path) -> str:
             digest.update(f.read(size))
         with safe_open(file, "pt") as tensors:
             for name in sorted(tensors.keys()):
-                if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name in ("model.norm.weight", "norm.weight"):
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name in (
+                    "model.norm.weight",
+                    "norm.weight",
+                ):
                     raw = tensors.get_tensor(name).contiguous().flatten().view(torch.uint8)
                     digest.update(raw[:_EDGE].numpy().tobytes() + raw[-_EDGE:].numpy().tobytes())
     return digest.hexdigest()
@@ -273,20 +289,25 @@ def template_sha256(tokenizer: Any) -> str | None:
     return hashlib.sha256(str(template).encode()).hexdigest() if template else None
 
 
-def _eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     found: list[int] = []
-    for value in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+    for value in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         for token in value if isinstance(value, list) else [value]:
             if token is not None and token not in found:
                 found.append(token)
     return found
 
 
-def _layers_and_norm(body: nn.Module, n_layers: int) -> tuple[nn.ModuleList, nn.Module]:
+def _layers_and_norm(body: Any, n_layers: int) -> tuple[nn.ModuleList, Any]:
     layers = getattr(body, "layers", None)
     norm = getattr(body, "norm", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != n_layers or norm is None:
         raise DraftsmithError(
-            f"{type(body).__name__} has no plain list of decoder layers followed by a norm; this model can't be a target yet"
+            f"{type(body).__name__} has no plain list of decoder layers followed by a norm; "
+            "this model can't be a target yet"
         )
     return layers, norm

@@ -26,10 +26,13 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids):
-            raise DraftsmithError(f"draft vocabulary must be a non-empty int64 vector, not {ids.dtype} {list(ids.shape)}")
+            raise DraftsmithError(
+                f"draft vocabulary must be a non-empty int64 vector, not {ids.dtype} {list(ids.shape)}"
+            )
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.vocab_size:
             raise DraftsmithError(
-                f"draft vocabulary ids must ascend strictly within 0..{self.vocab_size - 1} (found {int(ids.min())}..{int(ids.max())})"
+                f"draft vocabulary ids must ascend strictly within 0..{self.vocab_size - 1}, "
+                f"found {int(ids.min())}..{int(ids.max())}"
             )
 
     def __len__(self) -> int:

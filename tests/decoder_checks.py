@@ -19,7 +19,7 @@ from draftsmith.heads.vocab import DraftVocab
 Truth = dict[tuple[int, ...], list[int]]
 
 
-# --- what is right ------------------------------------------------------------------------------------------------------
+# --- what is right ----------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -52,7 +52,7 @@ def random_prompts(target: Any, lengths: list[int], seed: int = 0) -> list[list[
     return [torch.randint(3, target.vocab_size, (n,), generator=g).tolist() for n in lengths]
 
 
-# --- drafters -----------------------------------------------------------------------------------------------------------
+# --- drafters ---------------------------------------------------------------------------------------------------------
 
 
 class Scripted(Drafter):
@@ -107,7 +107,9 @@ class Scripted(Drafter):
             real = nodes - self.dice(nodes // 2 + 1)
             valid.append([i < real for i in range(nodes)])
         depth = torch.tensor(depths)
-        return TokenTree(torch.tensor(tokens), torch.tensor(parents), depth, torch.tensor(valid), int(depth.max()), False)
+        return TokenTree(
+            torch.tensor(tokens), torch.tensor(parents), depth, torch.tensor(valid), int(depth.max()), False
+        )
 
 
 class _Silent(Drafter):
@@ -165,7 +167,7 @@ def random_head(target: Any, seed: int = 0, size: int = 200) -> DraftHead:
     return head
 
 
-# --- checks -------------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def run_all(target: Any, drafter: Drafter, requests: list[Request], slots: int, capacity: int = 512) -> list[Result]:
@@ -216,9 +218,7 @@ def fresh_kv(target: Any, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
 
     with target.attention():
         kv = DynamicCache()
-        target.model(
-            input_ids=torch.tensor([tokens]), use_cache=True, **{_cache_keyword(type(target.body)): kv}
-        )
+        target.model(input_ids=torch.tensor([tokens]), use_cache=True, **{_cache_keyword(type(target.body)): kv})
     return [(layer.keys[0], layer.values[0]) for layer in kv.layers]
 
 

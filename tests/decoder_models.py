@@ -1,4 +1,4 @@
-"""Tiny random models of other architectures than Llama, saved with the tiny tokenizer so that Target.load takes them."""
+"""Tiny random models of other architectures than Llama, saved with the tiny tokenizer as Target.load wants them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _shared(**more: Any) -> dict[str, Any]:
 
 
 def make_model(kind: str) -> Any:
-    """A random model in fp32; "mistral" has a window on all layers, "gemma3" on some, "gemma2" caps scores, "gpt_oss" has
-    sinks."""
+    """A random model in fp32: mistral and some gemma layers have a window, gemma2 caps scores, gpt_oss has sinks."""
     import transformers as tf
 
     if kind == "qwen3":
@@ -53,7 +52,9 @@ def save_model(kind: str, folder: Path) -> Path:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2:
-                    weight.copy_(torch.randn(weight.shape) * (1.0 if "embed" in name else 1.6 / weight.shape[-1] ** 0.5))
+                    weight.copy_(
+                        torch.randn(weight.shape) * (1.0 if "embed" in name else 1.6 / weight.shape[-1] ** 0.5)
+                    )
                 elif "sinks" in name:
                     weight.copy_(torch.randn(weight.shape))
     model.save_pretrained(folder)

@@ -82,7 +82,7 @@ def common_config(family: str, vocab: DraftVocab, **values: Any) -> dict[str, An
         "step_decay": 0.8, "hidden_size": HIDDEN, "intermediate_size": 28, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope": DEFAULT,
         "max_position_embeddings": 2048, "vocab_size": vocab.vocab_size, "draft_vocab_size": len(vocab),
-        "draft_vocab_sha256": vocab.sha256, "target_id": "test", "target_revision": None, "target_fingerprint": "0" * 64,
+        "draft_vocab_sha256": vocab.sha256, "target_id": "test", "target_revision": None, "target_fingerprint": "0",
         "target_layers": LAYERS, "chat_template_sha256": None, "trained_length": 64, **values,
     }  # fmt: skip
 
@@ -101,9 +101,7 @@ def make_case(family: str, variant: str, *, dtype: torch.dtype = torch.float64, 
                 weight.copy_(1.0 + 0.4 * randn(g, *weight.shape))
             else:
                 weight.copy_(randn(g, *weight.shape) * 1.3 / weight.shape[1] ** 0.5)
-    parts = TargetParts(
-        randn(g, VOCAB, HIDDEN), randn(g, VOCAB, HIDDEN) * 0.7, 1.0 + 0.4 * randn(g, HIDDEN), 1e-5
-    )
+    parts = TargetParts(randn(g, VOCAB, HIDDEN), randn(g, VOCAB, HIDDEN) * 0.7, 1.0 + 0.4 * randn(g, HIDDEN), 1e-5)
     return Case(head.to(dtype), parts.to("cpu", dtype), FAMILIES[family].reference)
 
 

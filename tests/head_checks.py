@@ -63,7 +63,7 @@ def check_supervised_brute_force() -> None:
             assert s == 0 or not (rows & ~got[s - 1]).any(), "supervised sets are not nested"
 
 
-# --- losses and gradients against the dense oracle (invariant 6, third part) --------------------------------------------
+# --- losses and gradients against the dense oracle (invariant 6, third part) ------------------------------------------
 
 
 def check_losses_equal_reference(case: Case, seed: int = 0) -> None:
@@ -122,7 +122,7 @@ def check_gradients_equal_reference(case: Case) -> None:
         assert error < 2e-6, f"gradient of {name} differs from the dense one by {error:.2g} of its size"
 
 
-# --- train = decode (invariant 2) ---------------------------------------------------------------------------------------
+# --- train = decode (invariant 2) -------------------------------------------------------------------------------------
 
 
 def one_row(doc: Document, row: int, step: int) -> Document:
@@ -172,7 +172,7 @@ def cached_drafts(case: Case, doc: Document, rows: list[int], steps: int) -> lis
 
 @torch.no_grad()
 def check_train_equals_decode(case: Case) -> None:
-    """Teacher-forced row j of step s = the s-th cached draft behind row j: all steps, through the loss and the oracle."""
+    """Teacher-forced row j of step s = the s-th cached draft behind row j, through the loss and by the oracle."""
     steps = case.config.steps
     doc = make_document(case, [True] * 14, 5)
     rows = [1, 2, 5, 8]
@@ -194,7 +194,7 @@ def check_train_equals_decode(case: Case) -> None:
             torch.testing.assert_close(row_loss(case, labelled, row, s), want, **EXACT)
 
 
-# --- no leak (invariant 3) ----------------------------------------------------------------------------------------------
+# --- no leak (invariant 3) --------------------------------------------------------------------------------------------
 
 
 def perturbed(doc: Document, case: Case, tokens_from: int, features_from: int, teacher_row: int) -> Document:
@@ -220,7 +220,7 @@ def known_document(case: Case, length: int, seed: int) -> Document:
 
 @torch.no_grad()
 def check_no_leak(case: Case) -> None:
-    """Later tokens, later feature rows and other teacher rows leave a row's loss bit-identical; its own inputs don't."""
+    """Later tokens, later features and other teacher rows leave a row's loss bit-identical; its own inputs don't."""
     doc = known_document(case, 12, 6)
     for row in (0, 3, 7):
         for s in range(min(case.config.steps, 12 - row - 2)):
@@ -254,7 +254,7 @@ def check_packed_apart(case: Case) -> None:
         assert int(step.kept) == sum(int(p[s].kept) for p in parts)
 
 
-# --- maps, layers -------------------------------------------------------------------------------------------------------
+# --- maps, layers -----------------------------------------------------------------------------------------------------
 
 
 def check_vocab_maps(vocab: DraftVocab) -> None:

@@ -80,7 +80,9 @@ def rotate(x: Tensor, position: int, rope: tuple[Tensor, float]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def project(p: dict[str, Tensor], c: Any, embed: Tensor, hidden: Tensor, position: int, rope: Any) -> tuple[Tensor, ...]:
+def project(
+    p: dict[str, Tensor], c: Any, embed: Tensor, hidden: Tensor, position: int, rope: Any
+) -> tuple[Tensor, ...]:
     """q [Hq, D], k [Hk, D] (rotated) and v [Hk, D] of one row that reads a token's embedding."""
     x = torch.cat((norm(embed, p["input_layernorm"], c.rms_norm_eps), norm(hidden, p["hidden_norm"], c.rms_norm_eps)))
     q = (p["q_proj.weight"] @ x).view(c.num_attention_heads, c.head_dim)
@@ -183,5 +185,7 @@ def losses(p: dict[str, Tensor], c: Any, docs: list[Document], parts: Any, ids: 
                 step.reached += alive
                 alive = alive and right
                 step.kept += alive
-                step.overlap += float(torch.minimum(torch.softmax(full, 0)[ids], torch.softmax(logits, 0)).sum().detach())
+                step.overlap += float(
+                    torch.minimum(torch.softmax(full, 0)[ids], torch.softmax(logits, 0)).sum().detach()
+                )
     return steps

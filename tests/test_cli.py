@@ -96,7 +96,7 @@ def test_defaults_of_sections_are_the_stages_own():
     from draftsmith.data_recipes.regenerate import RegenerateSettings
     from draftsmith.eval.harness import EvalSettings
 
-    config = resolve("eval", {}, None, [])
+    config = resolve("eval", {"model": "Qwen3-8B"}, None, [])  # a target without defaults of its own
     assert config.eval.model_dump() == dataclasses.asdict(EvalSettings())
     assert config.regenerate.model_dump() == dataclasses.asdict(RegenerateSettings())
     assert config.collect.model_dump() == {"token_budget": CollectSettings(layer_ids=(1,)).token_budget}

@@ -49,7 +49,7 @@ def limits(i: int) -> int:
     return NEW - 2 * (i % 4)
 
 
-# --- cache truth (invariant 4) ------------------------------------------------------------------------------------------
+# --- cache truth (invariant 4) ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -72,7 +72,7 @@ def test_other_architectures_keep_a_true_cache(other: tuple[Any, checks.Truth]) 
     assert checks.check_cache_truth(target, RandomTreeDrafter(truth, 9), truth, 3, limits) > 10
 
 
-# --- losslessness (invariant 5) -----------------------------------------------------------------------------------------
+# --- losslessness (invariant 5) ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
@@ -118,7 +118,7 @@ def test_an_untrained_head_through_its_family_is_lossless(tiny_target: Any, trut
     checks.check_lossless(tiny_target, make_drafter(head, tiny_target.embed, 3), truth, 3, limits)
 
 
-# --- where answers end --------------------------------------------------------------------------------------------------
+# --- where answers end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -162,7 +162,7 @@ def test_the_last_cache_row_can_be_used(tiny_target: Any, head: Any) -> None:
         checks.check_lossless(tiny_target, drafter, truth, slots, lambda _: new)
 
 
-# --- prefill, bits, records ---------------------------------------------------------------------------------------------
+# --- prefill, bits, records -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 5, 7])
@@ -243,7 +243,7 @@ def test_a_record_may_hold_aux_states_alone(tiny_target: Any, truth: checks.Trut
     torch.testing.assert_close(result.states.float(), aux[0], rtol=2**-8, atol=1e-4)
 
 
-# --- manners ------------------------------------------------------------------------------------------------------------
+# --- manners ----------------------------------------------------------------------------------------------------------
 
 
 def test_decoding_leaves_the_callers_modes_alone(tiny_target: Any, truth: checks.Truth) -> None:

@@ -23,7 +23,7 @@ from draftsmith.eval.decoder.verify import verify_greedy
 from draftsmith.heads.linear import PackedLinear, can_pack, pack_linears
 from draftsmith.heads.target import Target
 
-# --- trees and verification ---------------------------------------------------------------------------------------------
+# --- trees and verification -------------------------------------------------------------------------------------------
 
 
 def random_trees(seed: int, nodes: int, batch: int = 5) -> TokenTree:
@@ -89,7 +89,7 @@ def test_accepted_rows_are_compacted_together() -> None:
     assert torch.equal(cache.arenas[1][1][:, 0, :, :10], before[1][1][:, 1, :, :10])
 
 
-# --- packed linears -----------------------------------------------------------------------------------------------------
+# --- packed linears ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no packed linear")
@@ -109,7 +109,9 @@ def test_packed_rows_dont_depend_on_their_number(shape: tuple[int, int], bias: b
 
 
 def test_packing_replaces_every_linear_and_keeps_the_output_heads_weight() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 3)
+    )
     if not can_pack(torch.device("cpu"), torch.float32):
         pytest.skip("this torch has no packed linear")
     x = torch.randn(5, 4)
@@ -122,7 +124,7 @@ def test_packing_replaces_every_linear_and_keeps_the_output_heads_weight() -> No
     assert not can_pack(torch.device("cuda"), torch.float32)
 
 
-# --- the probe ----------------------------------------------------------------------------------------------------------
+# --- the probe --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -148,7 +150,9 @@ def test_a_model_that_ignores_the_attention_interface_is_refused(own_target: Any
 
     def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         b, n, _ = hidden_states.shape
-        q, k, v = (p(hidden_states).view(b, n, -1, 16).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k, v = (
+            p(hidden_states).view(b, n, -1, 16).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if cache is not None:
@@ -189,7 +193,7 @@ def test_a_body_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
         Target.load(str(tmp_path), dtype=torch.float32, device="cpu")
 
 
-# --- requests -----------------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_wrong_value_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_an_unknown_family_lists_what_exists(tmp_path: Path) -> None:
-    with pytest.raises(DraftsmithError, match="unknown head family 'eagle9'; there are: .*eagle3"):
+    with pytest.raises(DraftsmithError, match=r"unknown head family 'eagle9'; there are: .*eagle3"):
         head_family("eagle9")
     (tmp_path / "head.json").write_text('{"hidden_size": 3}')
     with pytest.raises(DraftsmithError, match="no 'family'"):
@@ -123,7 +123,7 @@ def test_a_config_comes_from_the_target(rope: dict[str, Any]) -> None:
         eagle3_config(target, VOCAB, **identity, trained_length=9, depth=2)
 
 
-# --- vocabularies -------------------------------------------------------------------------------------------------------
+# --- vocabularies -----------------------------------------------------------------------------------------------------
 
 
 def test_the_most_frequent_tokens_are_chosen() -> None:

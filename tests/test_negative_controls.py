@@ -35,7 +35,7 @@ def must_fail(check: Callable[[], Any], mistake: Mistake) -> None:
             check()
 
 
-# --- heads --------------------------------------------------------------------------------------------------------------
+# --- heads ------------------------------------------------------------------------------------------------------------
 
 
 def losses() -> None:
@@ -221,7 +221,7 @@ def test_an_absolute_d2t_is_caught() -> None:
     must_fail(lambda: head_checks.check_vocab_maps(vocab), mistake)
 
 
-# --- target -------------------------------------------------------------------------------------------------------------
+# --- target -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", [-1, 1])
@@ -236,7 +236,9 @@ def test_aux_states_of_the_next_layer_are_caught(tiny_target: Any, by: int) -> N
 def test_aux_states_in_another_order_are_caught(tiny_target: Any) -> None:
     def mistake(patch: Patch) -> None:
         join = target.join_states
-        patch.setattr(target, "join_states", lambda s, needs, n: (join(s, needs, n)[0].roll(64, -1), join(s, needs, n)[1]))
+        patch.setattr(
+            target, "join_states", lambda s, needs, n: (join(s, needs, n)[0].roll(64, -1), join(s, needs, n)[1])
+        )
 
     must_fail(lambda: head_checks.check_layer_states(tiny_target, (2, 3, 5)), mistake)
 
@@ -258,7 +260,7 @@ def test_a_teacher_without_the_final_norm_is_caught(tiny_target: Any) -> None:
     must_fail(lambda: head_checks.check_layer_states(tiny_target, (2, 3, 5)), lost_final_norm)
 
 
-# --- decoder ------------------------------------------------------------------------------------------------------------
+# --- decoder ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,9 @@ def train_stage(
             say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
         head = head_family(config.family).head(config, vocab)
         parts = load_parts(location, revision, torch.float32)
-        head.initialise(parts, torch.Generator().manual_seed(recipe.train.seed))
+        start = head.initialise(parts, torch.Generator().manual_seed(recipe.train.seed))
+        if ranks.is_main:
+            say(start)
         result = fit(
             recipe.train, store, parts, head, folder,
             budget_seconds=budget_seconds, resume_command=resume_command, wandb=wandb,

@@ -153,7 +153,7 @@ class TreeCache(Cache):
         return out[0], out[1]
 
     def keep(self, count: int, path: Tensor | None, n_rows: Tensor, host_rows: list[int]) -> None:
-        """Keep n_rows [count] of the rows just written; path [count, P] names them, None when they already lie in order."""
+        """Keep n_rows [count] of the rows just written: those of path [count, P], or the first ones without a path."""
         if path is not None:
             lengths = self.lengths[:count, None]
             p = path.shape[1]

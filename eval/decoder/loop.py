@@ -1,4 +1,4 @@
-"""One loop for every scheme: prefill, draft, one target pass, verify, commit; requests are admitted as others finish."""
+"""One loop for every scheme: prefill, draft, one target pass, verify, commit; requests come in as others finish."""
 
 from __future__ import annotations
 
@@ -178,7 +178,9 @@ class _Session:
             logits = forward_with_cache(self.target, tree.tokens, context.positions, self.cache)
             self.timer.target += time.perf_counter() - started
         verdict = verify_greedy(tree, logits)
-        emitted = torch.cat((tree.tokens.gather(1, verdict.path), verdict.n_accepted[:, None], verdict.bonus[:, None]), 1)
+        emitted = torch.cat(
+            (tree.tokens.gather(1, verdict.path), verdict.n_accepted[:, None], verdict.bonus[:, None]), 1
+        )
         host = emitted.tolist()  # the step's one synchronisation
         rows = [line[-2] + 1 for line in host]
         deepest = max(rows)
@@ -191,13 +193,12 @@ class _Session:
         self.timer.step += seconds
         self.timer.draft += self.drafter.seconds - draft_before
         self.timer.steps += 1
-        drafted = tree.deepest if tree.is_chain else None
-        deepest_of = None if drafted is not None else (tree.depth * tree.valid).amax(1).tolist()
+        drafted = [tree.deepest] * b if tree.is_chain else (tree.depth * tree.valid).amax(1).tolist()
         finished = []
         for i, run in enumerate(self.running):
             new = [*host[i][1 : rows[i]], host[i][-1]]
             run.seconds += seconds / b
-            if self._emit(run, new, drafted if deepest_of is None else deepest_of[i], rows[i] - 1):
+            if self._emit(run, new, drafted[i], rows[i] - 1):
                 finished.append(i)
         # from the end, so that a moved sequence is never one that still has to go
         return [self._finish(slot) for slot in reversed(finished)]
@@ -243,10 +244,11 @@ class _Session:
             raise DraftsmithError(f"request {request.id!r}: max_new_tokens {request.max_new_tokens} must be at least 1")
         if need > self.target.max_positions:
             raise DraftsmithError(
-                f"request {request.id!r}: prompt {len(request.tokens)} + new {request.max_new_tokens} tokens exceed the "
-                f"target's context of {self.target.max_positions}; shorten one of them"
+                f"request {request.id!r}: prompt {len(request.tokens)} + new {request.max_new_tokens} tokens exceed "
+                f"the target's context of {self.target.max_positions}; shorten one of them"
             )
         if need + self.drafter.depth + 1 > self.capacity:
             raise DraftsmithError(
-                f"request {request.id!r} needs {need + self.drafter.depth + 1} cache rows, the loop was given {self.capacity}"
+                f"request {request.id!r} needs {need + self.drafter.depth + 1} cache rows, "
+                f"the loop was given {self.capacity}"
             )

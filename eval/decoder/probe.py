@@ -27,13 +27,14 @@ def forward_with_cache(
     output = model(
         input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=logits_to_keep, **{keyword: cache}
     )
-    return output.logits  # type: ignore[no-any-return]
+    logits: Tensor = output.logits
+    return logits
 
 
-def _cache_keyword(body: type) -> str:
+def _cache_keyword(body: Any) -> str:
     """transformers renamed `past_key_values` to `cache`: pick by the body's signature."""
     if body not in _KEYWORDS:
-        names = inspect.signature(inspect.unwrap(body.forward)).parameters  # type: ignore[attr-defined]
+        names = inspect.signature(inspect.unwrap(body.forward)).parameters
         _KEYWORDS[body] = "cache" if "cache" in names else "past_key_values"
     return _KEYWORDS[body]
 
@@ -76,8 +77,8 @@ def check_target(target: Target) -> None:
     if not worst <= limit * max(scale, 1.0):
         _SHAPES.pop(target)
         raise DraftsmithError(
-            f"{name}: logits of a tree pass differ from plain forwards by {worst:.3g} (logits reach {scale:.3g}): the model "
-            "does not take its visibility from the attention interface; it can't be a target"
+            f"{name}: logits of a tree pass differ from plain forwards by {worst:.3g} (logits reach {scale:.3g}): "
+            "the model does not take its visibility from the attention interface; it can't be a target"
         )
 
 
@@ -88,7 +89,9 @@ def _record_shapes(target: Target, name: str) -> list[tuple[int, int, int]]:
         target.model(input_ids=token, use_cache=True, **{_cache_keyword(type(target.body)): probe})
     if sorted(probe.shapes) != list(range(target.n_layers)):
         missing = sorted(set(range(target.n_layers)) - set(probe.shapes))
-        raise DraftsmithError(f"{name}: layers {missing} keep no K/V (recurrent state?); it can't be verified in a tree")
+        raise DraftsmithError(
+            f"{name}: layers {missing} keep no K/V (recurrent state?); it can't be verified in a tree"
+        )
     return [probe.shapes[i] for i in range(target.n_layers)]
 
 

@@ -85,7 +85,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, slot: int, tokens: Tensor, aux: Tensor, last: Tensor | None) -> None:
-        """Start a sequence: tokens [n+1] = prompt and first emitted token, aux [n, A*H] and last [n, H] of the prompt."""
+        """Start a sequence: tokens [n+1] = prompt and first emitted token; aux [n, A*H], last [n, H] of the prompt."""
 
     @abc.abstractmethod
     def propose(self, roots: Tensor) -> TokenTree:
@@ -106,5 +106,5 @@ class Drafter(abc.ABC):
         """Sequence `slot` is finished: the one in slot `last` moves there."""
 
     def recorded(self, slot: int, rows: int) -> Tensor | None:
-        """States of the first `rows` rows of a sequence, if this drafter records them: [rows, (A+1)*H] bf16 on the CPU."""
+        """States of a sequence's first `rows` rows, if this drafter records them: [rows, (A+1)*H] bf16 on the CPU."""
         return None
