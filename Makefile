@@ -15,7 +15,7 @@ train_flags = $(run_flags) $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--d
 	$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)") $(if $(NNODES),--nnodes "$(NNODES)") \
 	$(if $(NODE_RANK),--node-rank "$(NODE_RANK)") $(if $(MASTER),--master "$(MASTER)")
 
-.PHONY: help setup train eval test lint gate bench clean no-push
+.PHONY: help setup train eval test lint gate clean no-push
 
 help: ## show this
 	@echo "make TARGET [VARIABLE=value ...]"
@@ -53,9 +53,6 @@ lint: setup ## formatting, style, types, import floors
 
 gate: setup ## overfit the default target: the gate for changes to training or decoding (minutes)
 	@$(BIN)/pytest -q -m gate
-
-bench: setup ## measure speed (minutes, on a quiet machine)
-	@$(BIN)/pytest -q -s -m bench
 
 clean: ## remove caches and build leftovers; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

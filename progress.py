@@ -46,6 +46,11 @@ class Progress:
         self.text = text
         self._show()
 
+    def expect(self, total: float) -> None:
+        """Correct the number of units in all."""
+        self.total = total
+        self._show()
+
     def rate(self) -> float:
         """Units a second so far."""
         return self.counted / max(time.monotonic() - self.started, 1e-9)
@@ -101,7 +106,7 @@ class _Bar(Progress):
 
     def _show(self) -> None:
         state = f"{self.done:,.0f} {self.unit}, {self.rate():,.1f}/s"
-        self._rich.update(self._task, completed=self.done, state=state, note=self.text)
+        self._rich.update(self._task, completed=self.done, total=self.total, state=state, note=self.text)
 
     def close(self) -> None:
         self._rich.stop()

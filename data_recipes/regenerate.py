@@ -99,7 +99,8 @@ def regenerate(
         target = load_target()
         if target.fingerprint != info.fingerprint:
             raise DraftsmithError(f"the target {target.id} changed since its prompts were made: run again")
-        with progress_bar("regenerate", sum(len(chunks[i]) for i in missing), "answers") as bar:
+        planned = sum(len(chunks[i]) for i in missing)
+        with progress_bar("regenerate", planned if minutes is None else None, "answers") as bar:
             for i in missing:
                 if not times.room_for(len(chunks[i])):
                     break
@@ -107,6 +108,8 @@ def regenerate(
                 rows = _answer(chunks[i], settings, target, layer_ids, features, i, bar)
                 write_rows(_path(stage, i), rows)  # last: the chunk is done when its answers are there
                 times.add(i, len(rows), time.monotonic() - started)
+                if minutes is not None:
+                    bar.expect(bar.done + min(planned - bar.done, times.fitting(settings.chunk)))
     _finish(stage, chunks, minutes, times)
     return stage
 
@@ -175,11 +178,17 @@ class _Times:
 
     def room_for(self, answers: int) -> bool:
         """Whether so many more answers fit the budget, at the rate measured so far."""
-        if self.minutes is None or not self.chunks:
-            return True
+        return self.minutes is None or not self.chunks or self._answers_left() >= answers
+
+    def fitting(self, chunk: int) -> int:
+        """Answers of whole chunks that still fit the budget, once a chunk was measured."""
+        return max(0, int(self._answers_left())) // chunk * chunk
+
+    def _answers_left(self) -> float:
+        assert self.minutes is not None
         each = self.seconds / sum(c["answers"] for c in self.chunks.values())
         spent = self.before + time.monotonic() - self.started  # loading the target included
-        return spent + each * answers <= 60 * self.minutes
+        return (60 * self.minutes - spent) / each
 
 
 def _finish(stage: Stage, chunks: list[list[PromptRow]], minutes: float | None, times: _Times) -> None:

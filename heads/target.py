@@ -97,7 +97,9 @@ class Target:
             DraftsmithError: nothing loadable there, or the hub can't be reached.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # loading is announced by the stage that loads
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with explain_loading(location):
             model = AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype or auto_dtype(place))

@@ -28,7 +28,7 @@ def tiny_target(tiny_folder: Path):
 
     from draftsmith.heads.target import Target
 
-    return Target.load(str(tiny_folder), dtype=torch.float32)
+    return Target.load(str(tiny_folder), dtype=torch.float32, device="cpu")
 
 
 @pytest.fixture(scope="session")

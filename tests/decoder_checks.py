@@ -261,7 +261,7 @@ def check_cache_truth(
     session = loop._Session(target, drafter, slots, 512, StepTimer(), None)
     accepted = 0
     with target.capture(drafter.needs) as states:
-        session.states = states
+        session.watch(states)
         while requests or session.running:
             while requests and len(session.running) < slots:
                 session.admit(requests.pop(0))

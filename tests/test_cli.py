@@ -78,6 +78,17 @@ def test_dry_run_prints_yaml_that_config_reads_back(stage, tmp_path):
     assert not Path("runs/smollm2-135m/.write-probe").exists()
 
 
+def test_a_model_brings_defaults_that_everything_else_beats(tmp_path):
+    own = resolve("run", {}, None, [])
+    assert (own.head_options.steps, own.train.token_budget, own.regenerate.max_new_tokens) == (4, 512, 128)
+    other = resolve("run", {"model": "Qwen3-8B"}, None, [])
+    assert (other.head_options.steps, other.train.token_budget) == (7, 1024)
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {token_budget: 64}\n")
+    beaten = resolve("run", {}, file, ["head.steps=2"])
+    assert (beaten.head_options.steps, beaten.train.token_budget, beaten.regenerate.max_new_tokens) == (2, 64, 128)
+
+
 def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("minutes: 3\nhead: {steps: 2}\ntrain: {token_budget: 64, lr_matrix: 1e-3}\neval: {prompts: 7}\n")

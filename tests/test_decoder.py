@@ -13,7 +13,7 @@ import torch
 from decoder_checks import RandomTreeDrafter, RandomTreeEagle3, ScriptedEagle3, make_truth, random_head, random_prompts
 from decoder_models import save_model
 
-from draftsmith.eval.decoder import loop, probe
+from draftsmith.eval.decoder import loop, prefill, probe
 from draftsmith.eval.decoder.drafters import make_drafter
 from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
 from draftsmith.eval.decoder.drafters.plain import PlainDrafter
@@ -169,9 +169,32 @@ def test_the_last_cache_row_can_be_used(tiny_target: Any, head: Any) -> None:
 def test_prompts_are_read_in_chunks(
     tiny_target: Any, truth: checks.Truth, head: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(prefill, "PREFILL_ROWS", rows)
     drafter = ScriptedEagle3(head, tiny_target.embed, 3).script(truth, 0.6)
     checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
+    checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
+    check_records(tiny_target, truth)
+
+
+def test_a_shared_beginning_is_copied_not_run_again(
+    tiny_target: Any, head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one template: the rows that are copied are those of a fresh prefill, in target, head and records."""
+    common, ends = random_prompts(tiny_target, [20], seed=8)[0], random_prompts(tiny_target, [5, 9, 3], seed=9)
+    prompts = [common + end for end in ends]
+    prompts += [common, common[:9] + ends[0], common[:5] + ends[1]]  # a beginning, a shorter one, one too short
+    truth = make_truth(tiny_target, prompts, NEW + 12)
+    rows: list[int] = []
+    forward = prefill.forward_with_cache
+
+    def counted(target: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(tokens.shape[1])
+        return forward(target, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(prefill, "forward_with_cache", counted)
+    drafter = ScriptedEagle3(head, tiny_target.embed, 3).script(truth, 0.6)
+    checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
+    assert rows == [25, 9, 3, 1, 5, 14]
     checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
     check_records(tiny_target, truth)
 

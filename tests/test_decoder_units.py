@@ -84,7 +84,7 @@ def test_accepted_rows_are_compacted_together() -> None:
             assert torch.equal(a[:, 0, :, :7], b[:, 0, :, [0, 1, 2, 3, 4, 6, 9]])
             assert torch.equal(a[:, 1, :, :10], b[:, 1, :, :10])
             assert torch.equal(a[:, 2], b[:, 2])
-    cache.move(1, 0)
+    cache.copy(1, 0, 10)
     assert cache.lengths.tolist() == cache.host_lengths == [10, 10, 2]
     assert torch.equal(cache.arenas[1][1][:, 0, :, :10], before[1][1][:, 1, :, :10])
 

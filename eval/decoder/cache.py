@@ -176,14 +176,13 @@ class TreeCache(Cache):
         self.lengths[row] = 0
         self.host_lengths[row] = 0
 
-    def move(self, source: int, goal: int) -> None:
-        """Move a sequence to another row."""
-        used = self.host_lengths[source]
+    def copy(self, source: int, goal: int, rows: int) -> None:
+        """Make cache row `goal` hold the first `rows` rows of `source`, and nothing else."""
         for pair in self.arenas:
             for arena in pair:
-                arena[:, goal, :, :used] = arena[:, source, :, :used]
-        self.lengths[goal] = self.lengths[source]
-        self.host_lengths[goal] = used
+                arena[:, goal, :, :rows] = arena[:, source, :, :rows]
+        self.lengths[goal] = rows
+        self.host_lengths[goal] = rows
 
     # What transformers' models ask of a cache; masks are not made from these (the attention function sees the tree).
 

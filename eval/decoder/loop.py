@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,11 +12,10 @@ from ...errors import DraftsmithError
 from ...heads.base import Needs
 from ...heads.target import Target, join_states
 from .cache import TreeCache
+from .prefill import Prefill
 from .probe import forward_with_cache, kv_shapes
-from .types import Drafter
+from .types import Drafter, clock
 from .verify import verify_greedy
-
-PREFILL_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,9 @@ def decode(
     Raises:
         DraftsmithError: an empty prompt, one that doesn't fit the target's context or `capacity`.
     """
-    session = _Session(target, drafter, slots, capacity, timer or StepTimer(), on_token)
+    session = _Session(target, drafter, slots, capacity, timer, on_token)
     with target.capture(drafter.needs) as states:
-        session.states = states
+        session.watch(states)
         waiting = iter(requests)
         more = True
         while True:
@@ -122,17 +120,24 @@ class _Session:
         drafter: Drafter,
         slots: int,
         capacity: int,
-        timer: StepTimer,
+        timer: StepTimer | None,
         on_token: Callable[[str, list[int]], None] | None,
     ) -> None:
-        self.target, self.drafter, self.timer, self.on_token = target, drafter, timer, on_token
+        self.target, self.drafter, self.on_token = target, drafter, on_token
+        self.timer = timer or StepTimer()
+        drafter.timed = timer is not None
         self.capacity = capacity
-        self.cache = TreeCache(kv_shapes(target), slots, capacity, target.device, target.dtype)
+        self.cache = TreeCache(kv_shapes(target), slots + 1, capacity, target.device, target.dtype)
         self.roots = torch.zeros(slots, dtype=torch.int64, device=target.device)
         self.running: list[_Running] = []
         self.states: dict[int, Tensor] = {}
         self.stop = frozenset(target.eos_ids)
         drafter.allocate(slots, self.cache.capacity)
+
+    def watch(self, states: dict[int, Tensor]) -> None:
+        """Take the dict that the target's hooks fill at each forward."""
+        self.states = states
+        self.prefill = Prefill(self.target, self.cache, self.drafter.needs, states, spare=len(self.roots))
 
     # These return lists: a mode entered inside a generator would stay on in the caller between two results.
 
@@ -142,25 +147,10 @@ class _Session:
         self._check(request)
         slot = len(self.running)
         self.cache.clear(slot)
-        prompt = torch.tensor(request.tokens, device=self.target.device)
-        aux, last, logits = [], [], None
-        for start in range(0, len(prompt), PREFILL_ROWS):
-            rows = prompt[start : start + PREFILL_ROWS]
-            n = len(rows)
-            depth = torch.arange(n, device=rows.device)[None]
-            causal = torch.ones(1, n, n, dtype=torch.bool, device=rows.device).tril()
-            with self.cache.step(slot, 1, depth, causal) as context:
-                logits = forward_with_cache(self.target, rows[None], context.positions, self.cache, logits_to_keep=1)
-            self.cache.advance(slot, n)
-            a, h = self._join()
-            aux.append(a[0])
-            last.append(h[0] if h is not None else None)
-        assert logits is not None
-        first = int(logits[0, -1].argmax())
+        first, aux, last = self.prefill.run(slot, request.tokens)
         self.roots[slot] = first
-        joined = torch.cat([h for h in last if h is not None]) if last[0] is not None else None
-        tokens = torch.cat((prompt, self.roots[slot : slot + 1]))
-        self.drafter.begin(slot, tokens, torch.cat(aux), joined)
+        tokens = torch.tensor([*request.tokens, first], device=self.target.device)
+        self.drafter.begin(slot, tokens, aux, last)
         run = _Running(request, [first])
         self.running.append(run)
         if self.on_token:
@@ -171,12 +161,12 @@ class _Session:
     def step(self) -> list[Result]:
         """Draft, verify and commit one step of all running sequences; the results of those that finish."""
         b = len(self.running)
-        before, draft_before = time.perf_counter(), self.drafter.seconds
+        before, draft_before = self._now(), self.drafter.seconds
         tree = self.drafter.propose(self.roots[:b])
         with self.cache.step(0, b, tree.depth, tree.ancestors()) as context:
-            started = time.perf_counter()
+            started = self._now()
             logits = forward_with_cache(self.target, tree.tokens, context.positions, self.cache)
-            self.timer.target += time.perf_counter() - started
+            self.timer.target += self._now() - started
         verdict = verify_greedy(tree, logits)
         emitted = torch.cat(
             (tree.tokens.gather(1, verdict.path), verdict.n_accepted[:, None], verdict.bonus[:, None]), 1
@@ -189,7 +179,7 @@ class _Session:
         self.cache.keep(b, path, verdict.n_accepted + 1, rows)
         self.drafter.commit(tree, verdict, *self._join(), self.cache.host_lengths[:b])
         self.roots[:b] = verdict.bonus
-        seconds = time.perf_counter() - before
+        seconds = self._now() - before
         self.timer.step += seconds
         self.timer.draft += self.drafter.seconds - draft_before
         self.timer.steps += 1
@@ -202,6 +192,9 @@ class _Session:
                 finished.append(i)
         # from the end, so that a moved sequence is never one that still has to go
         return [self._finish(slot) for slot in reversed(finished)]
+
+    def _now(self) -> float:
+        return clock(self.target.device, self.drafter.timed)
 
     def _emit(self, run: _Running, new: list[int], drafted: int, accepted: int) -> bool:
         """Append new tokens up to the first stop token or the limit; say whether the answer is complete."""
@@ -222,7 +215,7 @@ class _Session:
         states = self.drafter.recorded(slot, len(run.request.tokens) + len(run.tokens) - 1)
         finish = "eos" if run.tokens[-1] in self.stop else "length"
         if slot != end:
-            self.cache.move(end, slot)
+            self.cache.copy(end, slot, self.cache.host_lengths[end])
             self.roots[slot] = self.roots[end]
             self.running[slot] = self.running[end]
         self.drafter.release(slot, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import time
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,8 @@ class Drafter(abc.ABC):
     needs: Needs = Needs()
     depth: int = 0
     seconds: float = 0.0
+    timed: bool = False
+    """Set by a loop that was given a timer: clocks then wait for the device."""
 
     @abc.abstractmethod
     def allocate(self, slots: int, capacity: int) -> None:
@@ -108,3 +111,10 @@ class Drafter(abc.ABC):
     def recorded(self, slot: int, rows: int) -> Tensor | None:
         """States of a sequence's first `rows` rows, if this drafter records them: [rows, (A+1)*H] bf16 on the CPU."""
         return None
+
+
+def clock(device: torch.device, timed: bool) -> float:
+    """Seconds of a monotonic clock; where times are wanted, work queued on a CUDA device is waited for first."""
+    if timed and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

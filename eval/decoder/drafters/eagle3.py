@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ....errors import DraftsmithError
 from ....heads.base import Cache, DraftHead
 from ....heads.linear import can_pack, pack_linears
-from ..types import Drafter, TokenTree, Verdict, chain
+from ..types import Drafter, TokenTree, Verdict, chain, clock
 
 
 class Eagle3Drafter(Drafter):
@@ -87,10 +86,10 @@ class Eagle3Drafter(Drafter):
         self, cache: Cache, tokens: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One head pass: best target token [B] and recycled state [B, 1, H]."""
-        started = time.perf_counter()
+        started = clock(self.embed.device, self.timed)
         logits, state = self.head.forward_step(cache, self.embed[tokens], hidden, positions, valid)
         guess = self.head.target_ids[logits.argmax(-1)]
-        self.seconds += time.perf_counter() - started
+        self.seconds += clock(self.embed.device, self.timed) - started
         return guess, state
 
 
