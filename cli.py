@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -26,138 +27,88 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[str | None, typer.Option(help="Target: a short name, a hub id or a folder.  [smollm2-135m]")]
-Head = Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")]
-Recipe = Annotated[str | None, typer.Option(help="Where prompts come from.  [the target's own]")]
-Data = Annotated[Path | None, typer.Option(help="File or folder of your own conversations, instead of a recipe.")]
-Runs = Annotated[Path | None, typer.Option(help="Folder that holds all runs.  [runs]")]
-Run = Annotated[str | None, typer.Option(help="Name of the run, to keep several heads of one kind.")]
-Minutes = Annotated[float | None, typer.Option(min=0.01, help="Time budget.")]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Devices on this machine.  [all visible]")]
-NNodes = Annotated[int | None, typer.Option("--nnodes", min=1, help="Machines in all.  [1]")]
-NodeRank = Annotated[int | None, typer.Option(min=0, help="Number of this machine, from 0.  [0]")]
-Master = Annotated[str | None, typer.Option(help="Host of machine 0.  [127.0.0.1]")]
-Config = Annotated[Path | None, typer.Option(help="YAML file with any part of the configuration.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, e.g. train.token_budget=2048; may repeat.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, the same as --set.", metavar="[KEY=VALUE]...")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; standard output then holds it alone.")]
+# What an option takes, and its default. Every command has the options of _COMMON and those that its row below names.
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "overrides": (
+        Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, the same as --set.", metavar="[KEY=VALUE]...")],
+        None,
+    ),
+    "model": (
+        Annotated[str | None, typer.Option(help="Target: a short name, a hub id or a folder.  [smollm2-135m]")],
+        None,
+    ),
+    "head": (Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")], None),
+    "recipe": (Annotated[str | None, typer.Option(help="Where prompts come from.  [the target's own]")], None),
+    "data": (
+        Annotated[Path | None, typer.Option(help="File or folder of your own conversations, instead of a recipe.")],
+        None,
+    ),
+    "minutes": (Annotated[float | None, typer.Option(min=0.01, help="Time budget.")], None),
+    "gpus": (Annotated[int | None, typer.Option(min=1, help="Devices on this machine.  [all visible]")], None),
+    "nnodes": (Annotated[int | None, typer.Option("--nnodes", min=1, help="Machines in all.  [1]")], None),
+    "node_rank": (Annotated[int | None, typer.Option(min=0, help="Number of this machine, from 0.  [0]")], None),
+    "master": (Annotated[str | None, typer.Option(help="Host of machine 0; needed with several machines.")], None),
+    "run": (Annotated[str | None, typer.Option(help="Name of the run, to keep several heads of one kind.")], None),
+    "runs": (Annotated[Path | None, typer.Option(help="Folder that holds all runs.  [runs]")], None),
+    "config": (Annotated[Path | None, typer.Option(help="YAML file with any part of the configuration.")], None),
+    "set_": (
+        Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, e.g. train.token_budget=2048; may repeat.")],
+        None,
+    ),
+    "dry_run": (
+        Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")],
+        False,
+    ),
+    "json_": (
+        Annotated[bool, typer.Option("--json", help="Print the result as JSON; standard output then holds it alone.")],
+        False,
+    ),
+}
+_COMMON = {"overrides", "model", "head", "recipe", "data", "runs", "config", "set_", "dry_run", "json_"}
+_DEVICES = {"gpus", "nnodes", "node_rank", "master"}
+_COMMANDS: dict[str, tuple[str, set[str]]] = {
+    "run": (
+        "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
+        {"minutes", "run", *_DEVICES},
+    ),
+    "prepare": ("Turn a recipe or your own data into prompts for the target.", set()),
+    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes"}),
+    "collect": (
+        "Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary.",
+        set(),
+    ),
+    "train": (
+        "Train the head on collected features; here --minutes is the time of training alone.",
+        {"minutes", "run", *_DEVICES},
+    ),
+    "eval": (
+        "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",
+        {"run"},
+    ),
+}
 
 
-@app.command("run")
-def run(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    minutes: Minutes = None,
-    gpus: Gpus = None,
-    nnodes: NNodes = None,
-    node_rank: NodeRank = None,
-    master: Master = None,
-    run: Run = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was."""
-    _execute("run", locals())
+def _add_command(name: str, text: str, more: set[str]) -> None:
+    """Register a command; typer reads its options from the signature that is set here."""
+
+    def call(**values: Any) -> None:
+        _execute(name, values)
+
+    chosen = {option: entry for option, entry in _OPTIONS.items() if option in _COMMON | more}
+    call.__doc__ = text
+    call.__annotations__ = {option: kind for option, (kind, _) in chosen.items()}
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for option, (kind, default) in chosen.items()
+        ]
+    )
+    setattr(call, "__signature__", signature)  # noqa: B010 - no attribute that the type checker knows
+    app.command(name)(call)
 
 
-@app.command("prepare")
-def prepare(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Turn a recipe or your own data into prompts for the target."""
-    _execute("prepare", locals())
-
-
-@app.command("regenerate")
-def regenerate(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    minutes: Minutes = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Let the target answer the prompts, and keep its states on the way."""
-    _execute("regenerate", locals())
-
-
-@app.command("collect")
-def collect(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary."""
-    _execute("collect", locals())
-
-
-@app.command("train")
-def train(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    minutes: Minutes = None,
-    gpus: Gpus = None,
-    nnodes: NNodes = None,
-    node_rank: NodeRank = None,
-    master: Master = None,
-    run: Run = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Train the head on collected features; here --minutes is the time of training alone."""
-    _execute("train", locals())
-
-
-@app.command("eval")
-def evaluate(
-    overrides: Overrides = None,
-    model: Model = None,
-    head: Head = None,
-    recipe: Recipe = None,
-    data: Data = None,
-    run: Run = None,
-    runs: Runs = None,
-    config: Config = None,
-    set_: Set = None,
-    dry_run: DryRun = False,
-    json_: Json = False,
-) -> None:
-    """Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens)."""
-    _execute("eval", locals())
+for _name, (_text, _more) in _COMMANDS.items():
+    _add_command(_name, _text, _more)
 
 
 def _execute(command: str, values: dict[str, Any]) -> None:
@@ -192,6 +143,8 @@ def _show(command: str, result: dict[str, Any]) -> None:
 
         print_summary(result)
         print(f"report: {result['report']}\n  page: {result['page']}")
+        if command == "run":
+            print("more answers and more training accept more: a larger MINUTES goes on with these answers")
         return
     from .progress import clock
 

@@ -38,14 +38,21 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DraftsmithError(
-                f"the disk is full while writing {path}; what was finished is kept: free some space and run again"
-            ) from error
+            raise DraftsmithError(_full(path)) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise DraftsmithError(
                 f"{path} can't be written ({error.strerror}); choose another place with --runs DIR or mend its rights"
             ) from error
         raise
+    except Exception as error:
+        # safetensors writes with a library of its own, whose errors carry the number only in their text
+        if type(error).__name__ == "SafetensorError" and f"os error {errno.ENOSPC}" in str(error):
+            raise DraftsmithError(_full(path)) from error
+        raise
+
+
+def _full(path: Path) -> str:
+    return f"the disk is full while writing {path}; what was finished is kept: free some space and run again"
 
 
 @contextlib.contextmanager
@@ -61,10 +68,30 @@ def atomic_path(path: Path) -> Iterator[Path]:
         try:
             yield temporary
             if temporary.is_dir() and path.exists():
-                _remove(path)
-            os.replace(temporary, path)
+                before = path.with_name(f".{path.name}.{os.getpid()}.before")
+                _remove(before)
+                os.replace(path, before)  # two renames: there is hardly a moment without a whole folder
+                os.replace(temporary, path)
+                _remove(before)
+            else:
+                os.replace(temporary, path)
         finally:
             _remove(temporary)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left half-written in `folder`; living processes' files stay.
+
+    A whole folder that was set aside when its replacement didn't arrive is put back.
+    """
+    for left in folder.glob(".*.*.*"):
+        name, pid, kind = left.name[1:].rsplit(".", 2)
+        if kind not in ("part", "before") or not pid.isdigit() or Path(f"/proc/{pid}").exists():
+            continue
+        if kind == "before" and not (folder / name).exists():
+            os.replace(left, folder / name)
+        else:
+            _remove(left)
 
 
 def _remove(path: Path) -> None:
@@ -93,3 +120,17 @@ def read_json(path: Path) -> Any:
         raise DraftsmithError(f"{path} does not exist") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DraftsmithError(f"{path} is not valid JSON ({error}); delete it and run the stage again") from error
+
+
+def probe_writable(runs: Path) -> None:
+    """Write and remove a small file, so that an unwritable or full place is an error before any work."""
+    if runs.exists() and not runs.is_dir():
+        raise DraftsmithError(f"{runs} is a file, not a folder: choose another place with --runs DIR")
+    probe = runs / ".write-probe"
+    with explain_os_errors(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(1 << 20))
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import explain_os_errors, read_json, sha256_json, write_json
+from .files import explain_os_errors, read_json, sha256_json, sweep, write_json
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
@@ -39,6 +39,7 @@ class Stage:
         with explain_os_errors(folder):
             _bring_back_or_set_aside(folder, full)
             folder.mkdir(parents=True, exist_ok=True)
+            sweep(folder)
         if not (folder / PLAN).exists():
             write_json(folder / PLAN, full)
         return cls(folder, full)

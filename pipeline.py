@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DraftsmithError
-from .files import explain_os_errors, read_json, sha256_file, sha256_json, write_json, write_text
+from .files import probe_writable, read_json, sha256_file, sha256_json, write_json, write_text
 from .heads.resolve import TargetSource, require_reachable, resolve_target
 from .manifest import MANIFEST, Stage
 from .progress import clock, progress_bar, say
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .heads.target import Target
 
 EVAL_VERSION = 1
-DONE = "run.json"
+DONE, READY = "run.json", "ready.json"
 SECONDS_VARIABLE = "DRAFTSMITH_TRAIN_SECONDS"
 """Hands the time that is left to the processes that train."""
 REPORT, PAGE = "report.json", "report.html"
@@ -87,29 +88,22 @@ class Run:
         """The loaded target."""
         from .heads.target import Target
 
-        return Target.load(self.reached.location, revision=self.hub_revision)
+        target = Target.load(self.reached.location, revision=self.hub_revision)
+        target.check_trainable()
+        return target
 
     def release_target(self) -> None:
-        """Free the target's memory, e.g. before training takes the devices."""
-        self.__dict__.pop("target", None)
+        """Free the target's memory, on the devices, too, before training takes them."""
+        if self.__dict__.pop("target", None) is not None:
+            import torch
+
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def minutes_since_start(self) -> float:
         """Minutes of this process's work so far."""
         return (time.monotonic() - self.started) / 60
-
-
-def probe_writable(runs: Path) -> None:
-    """Write and remove a small file, so that an unwritable or full place is an error before any work."""
-    if runs.exists() and not runs.is_dir():
-        raise DraftsmithError(f"{runs} is a file, not a folder: choose another place with --runs DIR")
-    probe = runs / ".write-probe"
-    with explain_os_errors(runs):
-        runs.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(bytes(1 << 20))
-        finally:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
 
 
 def prepare(run: Run) -> Stage:
@@ -149,16 +143,17 @@ def train(run: Run, minutes: float | None) -> Stage:
     Args:
         minutes: what is really left for it; None takes the settings' own limits.
     """
+    from .train.launch import visible_devices
     from .train.ranks import under_launcher
 
-    processes = _processes(run.config)
+    processes = run.config.gpus or visible_devices()
     seconds = None if minutes is None else 60 * minutes
+    run.release_target()
     if under_launcher() or processes * run.config.nnodes == 1:
         record = _train_here(run, seconds)
         if not record["finished"]:
             raise SystemExit(record["exit_code"])  # stopped by a signal, everything saved and said
     else:
-        run.release_target()
         _train_in_processes(run, processes, seconds)
     return Stage(run.folder / "train", read_json(run.folder / "train" / MANIFEST)["identity"])
 
@@ -174,6 +169,7 @@ def _train_here(run: Run, seconds: float | None) -> dict[str, Any]:
         features=run.data / "features",
         folder=run.folder / "train",
         target_id=run.source.hub_id or run.source.name,
+        recorded_revision=run.reached.revision,
         budget_seconds=float(os.environ[SECONDS_VARIABLE]) if SECONDS_VARIABLE in os.environ else seconds,
     )
 
@@ -183,7 +179,7 @@ def _train_in_processes(run: Run, processes: int, seconds: float | None) -> None
     from .train.launch import torchrun_command
 
     c = run.config
-    file = run.folder / "config.yaml"
+    file = run.folder / (f"config.node{c.node_rank}.yaml" if c.nnodes > 1 else "config.yaml")
     write_text(file, to_yaml(c))
     command = torchrun_command(
         "draftsmith.cli", ["train", "--config", str(file)],
@@ -196,14 +192,6 @@ def _train_in_processes(run: Run, processes: int, seconds: float | None) -> None
     if code or not (run.folder / "train" / MANIFEST).exists():
         say("training did not finish; what was saved is kept: run the same command again to go on")
         raise SystemExit(code)
-
-
-def _processes(config: RunConfig) -> int:
-    if config.gpus is not None:
-        return config.gpus
-    import torch
-
-    return max(torch.cuda.device_count(), 1)
 
 
 def evaluate(run: Run) -> Stage:
@@ -224,9 +212,12 @@ def evaluate(run: Run) -> Stage:
     if stage.manifest is None or not (folder / REPORT).exists():
         from .eval.harness import EvalSettings
         from .eval.harness import evaluate as measure
+        from .eval.journal import Journal
         from .heads.checkpoint import load_head
 
-        report = measure(run.load_target(), load_head(checkpoint), EvalSettings(**settings.model_dump()))
+        target, head = run.load_target(), load_head(checkpoint)
+        journal = Journal.open(folder / "journal.jsonl")
+        report = measure(target, head, EvalSettings(**settings.model_dump()), journal)
         write_json(folder / REPORT, {**report, "head_sha256": weights})
         stage.finish(report=str(folder / REPORT))
         publish(run, folder)
@@ -291,6 +282,10 @@ def run_all(config: RunConfig) -> dict[str, Any]:
         say(f"everything is done: {run.folder}")
         return _result(run)
     assert config.minutes is not None
+    from .data_recipes.regenerate import answer_seconds
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise DraftsmithError("'draftsmith run' starts its own processes: call it without torchrun, with --gpus N")
     if config.node_rank > 0:
         return _join(run)
     shares = plan_minutes(config.minutes)
@@ -307,10 +302,12 @@ def run_all(config: RunConfig) -> dict[str, Any]:
             stages[name] = work()
         spent[name] = time.monotonic() - started
 
+    before = answer_seconds(run.data) / 60
     do("prepare", lambda: prepare(run))
     do("regenerate", lambda: regenerate(run, shares.regenerate))
     do("collect", lambda: collect(run))
-    do("train", lambda: train(run, _train_budget(run, shares)))
+    write_json(run.folder / READY, {"key": run_key(run)})
+    do("train", lambda: train(run, _train_budget(run, shares, before)))
     do("eval", lambda: evaluate(run))
     write_json(run.folder / DONE, {"key": run_key(run), "stages": {n: s.digest for n, s in stages.items()}})
     say("spent: " + ", ".join(f"{name} {clock(seconds)}" for name, seconds in spent.items()))
@@ -320,18 +317,28 @@ def run_all(config: RunConfig) -> dict[str, Any]:
 def _join(run: Run) -> dict[str, Any]:
     """On machines after the first: wait for the data that machine 0 makes in the shared folder, then train with it."""
     with progress_bar("waiting for machine 0's features", unit="seconds") as bar:
-        while not (run.data / "features" / MANIFEST).exists():
+        while not _is_ready(run):
             time.sleep(5)
             bar.advance(5)
     stage = train(run, None)
     return {"stage": "train", "folder": str(stage.folder), **(stage.manifest or {})}
 
 
-def _train_budget(run: Run, shares: Shares) -> float | None:
-    """What is left of the run's minutes; None where the user gave training a limit of its own."""
+def _is_ready(run: Run) -> bool:
+    """Whether machine 0 has collected the features of this very configuration."""
+    ready = run.folder / READY
+    return ready.exists() and bool(read_json(ready)["key"] == run_key(run))
+
+
+def _train_budget(run: Run, shares: Shares, before: float) -> float | None:
+    """What is left of the run's minutes; None where the user gave training a limit of its own.
+
+    Args:
+        before: minutes of answers that earlier processes made: they are part of the run's budget, too.
+    """
     if run.config.train.minutes != round(shares.train, 3):
         return None
-    return shares.train_minutes(run.minutes_since_start())
+    return shares.train_minutes(before + run.minutes_since_start())
 
 
 def finished(run: Run) -> bool:

@@ -107,7 +107,7 @@ class RunConfig(_Strict):
     gpus: int | None = Field(default=None, ge=1)
     nnodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
-    master: str = "127.0.0.1"
+    master: str | None = None
     prepare: PrepareSection = PrepareSection()
     regenerate: RegenerateSection = RegenerateSection()
     collect: CollectSection = CollectSection()
@@ -152,6 +152,7 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
     if command in ("run", "train") and _positive(minutes) and isinstance(limits, dict) and not _LIMITS & set(limits):
         own = plan_minutes(minutes).train if command == "run" else float(minutes)
         groups["train"] = {**limits, "minutes": round(own, 3)}
+    _check_nodes(values)
     recipe = load_head_recipe(str(name), {k: v for k, v in groups.items() if v})
     model = str(values.get("model", DEFAULT_MODEL))
     values["recipe"] = _recipe_name(values.get("recipe"), values.get("data"), model)
@@ -173,6 +174,17 @@ def _model_defaults(model: str) -> dict[str, Any]:
 def _positive(minutes: Any) -> TypeGuard[float]:
     """Whether the schema will take it."""
     return isinstance(minutes, int | float) and minutes > 0
+
+
+def _check_nodes(values: dict[str, Any]) -> None:
+    """Refuse machine numbers that would leave every machine waiting for another."""
+    nnodes, rank = values.get("nnodes", 1), values.get("node_rank", 0)
+    if not (isinstance(nnodes, int) and isinstance(rank, int)):
+        return  # the schema says what is wrong
+    if not 0 <= rank < max(nnodes, 1):
+        raise DraftsmithError(f"node_rank = {rank} must be between 0 and {nnodes - 1} (nnodes = {nnodes})")
+    if nnodes > 1 and not values.get("master"):
+        raise DraftsmithError(f"nnodes = {nnodes} needs master, the host of the machine with node_rank 0 (MASTER=host)")
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -149,6 +149,9 @@ def _mix(
             continue
         taken[i] += 1
         yield found
+    # a source that its limit stopped never came to its own check
+    for spec, census in zip(recipe.sources, censuses, strict=True):
+        census.check(spec.source, cap)
 
 
 def _sifted(

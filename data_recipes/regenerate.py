@@ -191,6 +191,12 @@ class _Times:
         return (60 * self.minutes - spent) / each
 
 
+def answer_seconds(data: Path) -> float:
+    """Seconds that the answers of a data folder took, over all processes that made them."""
+    path = data / ANSWERS / _TIMES
+    return _Times(path, None, set()).seconds if path.exists() else 0.0
+
+
 def _finish(stage: Stage, chunks: list[list[PromptRow]], minutes: float | None, times: _Times) -> None:
     rows = [
         (len(r.answer), r.finish == "eos") for path in answer_chunks(stage.folder.parent) for r in read_answers(path)

@@ -20,15 +20,18 @@ from .decoder.drafters import make_drafter
 from .decoder.drafters.plain import PlainDrafter
 from .decoder.loop import Request, Result, StepTimer, decode
 from .decoder.types import Drafter
+from .journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
 from .metrics import Timing, acceptance, tokens_per_second
 from .report.content import Measured, build_report, timings
 from .tune import PassCosts, Tuning, leaders, predict
 
 REPORT_DEPTH = 4
 """tau and acceptance are always given at this K, too, so that heads can be compared."""
-WARM_UPS = 2
+WARM_UPS, WARM_UP_TOKENS = 2, 20
 ACCEPTANCE_SLOTS = 8
 """Sequences at once where only acceptance is asked for: it doesn't depend on the batch, and the passes are shared."""
+TUNING, PAIR, DEEP, GENERATE = "tuning", "pair", "deep", "generate"
+"""Keys of the journal; the last three with a held-out prompt's id behind them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Bench:
         self.target = target
         self.head = head
         self.drafters: dict[int, Drafter] = {0: PlainDrafter()}
+        self.warm = False
 
     def decode(self, request: Request, depth: int, timer: StepTimer | None = None) -> Result:
         """Decode one request at batch 1; depth 0 is plain decoding."""
@@ -79,6 +83,14 @@ class Bench:
             self.drafters[depth] = make_drafter(self.head, self.target.embed, depth)
         capacity = max(len(r.tokens) + r.max_new_tokens for r in requests) + depth + 1
         yield from decode(self.target, self.drafters[depth], requests, slots=slots, capacity=capacity, timer=timer)
+
+    def warm_up(self, request: Request, depth: int) -> None:
+        """Decode a few times unmeasured, plainly and at `depth`: a process's first passes are slow. Done once only."""
+        if not self.warm:
+            short = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP_TOKENS))
+            for k in [0, depth] * WARM_UPS:
+                self.decode(short, k)
+        self.warm = True
 
     @torch.inference_mode()
     def generate(self, request: Request) -> Timing:
@@ -103,12 +115,17 @@ class Bench:
             torch.cuda.synchronize(self.target.device)
 
 
-def evaluate(target: Target, head: DraftHead, settings: EvalSettings) -> dict[str, Any]:
+def evaluate(target: Target, head: DraftHead, settings: EvalSettings, journal: Journal | None = None) -> dict[str, Any]:
     """Choose K on the tuning prompts, measure on the held-out ones, check outputs.
+
+    Args:
+        journal: gets every measurement as soon as it is finished. What it holds already, from a call with equal
+            arguments that was killed, is not decoded again.
 
     Returns:
         The content of `report.json`; see `report.content.build_report`.
     """
+    journal = journal or Journal()
     bench = Bench(target, head)
     room = target.max_positions - max(settings.depths[-1], REPORT_DEPTH) - 1
     tuning_set = builtin_set(
@@ -117,19 +134,31 @@ def evaluate(target: Target, head: DraftHead, settings: EvalSettings) -> dict[st
     held_out = builtin_set(
         "heldout", target.tokenizer, limit=settings.prompts, max_new_tokens=settings.max_new_tokens, room=room
     )
-    timed = min(settings.timed_prompts, len(tuning_set.requests))
-    total = 2 * WARM_UPS + len(tuning_set.requests) + timed * (len(settings.depths) + 4) + 4 * len(held_out.requests)
-    with progress_bar("eval", total, "answers") as bar:
-        tuning = tune(bench, tuning_set.requests, settings, bar)
-        plain, fast = _interleaved(bench, held_out.requests, [0, tuning.depth], bar)
-        deep = fast if tuning.depth == REPORT_DEPTH else _deep(bench, held_out.requests, bar)
-        generated = []
-        for request in held_out.requests:
-            generated.append(bench.generate(request))
-            bar.advance()
+    choice = _choice_answers(len(tuning_set.requests), settings)
+    with progress_bar("eval", choice + 4 * len(held_out.requests), "answers") as bar:
+        bar.done = _finished(journal, choice, held_out.requests)
+        tuning = _tuned(bench, tuning_set.requests, settings, journal, bar)
+        plain, fast = _pairs(bench, held_out.requests, tuning.depth, journal, bar)
+        deep = fast if tuning.depth == REPORT_DEPTH else _deep(bench, held_out.requests, journal, bar)
+        generated = _generated(bench, held_out.requests, journal, bar)
     check = check_outputs(target, plain, fast, tuning.depth + 1)
-    measured = Measured(held_out, settings.max_new_tokens, plain, fast, deep, generated, check)
+    measured = Measured(held_out, settings.max_new_tokens, plain, fast, deep, generated, check, journal.sessions)
     return build_report(target, head.config, tuning, measured)
+
+
+def _choice_answers(prompts: int, settings: EvalSettings) -> int:
+    """Answers that `tune` decodes: warm-ups, acceptance, then pass costs and leaders, each beside plain decoding."""
+    depths = len(settings.depths)
+    timed = min(settings.timed_prompts, prompts)
+    return 2 * WARM_UPS + prompts + timed * (depths + 1 + min(2, depths) + 1)
+
+
+def _finished(journal: Journal, choice: int, requests: Sequence[Request]) -> int:
+    """Answers behind what the journal holds: `choice` for that of K, two for a pair, one for any other entry."""
+    answers = {TUNING: choice}
+    for r in requests:
+        answers |= {f"{PAIR}/{r.id}": 2, f"{DEEP}/{r.id}": 1, f"{GENERATE}/{r.id}": 1}
+    return sum(n for key, n in answers.items() if journal.get(key) is not None)
 
 
 def tune(bench: Bench, requests: Sequence[Request], settings: EvalSettings, bar: Progress) -> Tuning:
@@ -137,9 +166,8 @@ def tune(bench: Bench, requests: Sequence[Request], settings: EvalSettings, bar:
     deepest = settings.depths[-1]
     timed = requests[: settings.timed_prompts]
     short = [dataclasses.replace(r, max_new_tokens=settings.timed_new_tokens) for r in timed]
-    for depth in [0, deepest] * WARM_UPS:
-        bench.decode(short[0], depth)
-        bar.advance()
+    bench.warm_up(short[0], deepest)
+    bar.advance(2 * WARM_UPS)
     logs = []
     for result in bench.decode_all(requests, deepest, ACCEPTANCE_SLOTS):
         logs.append(result.steps)
@@ -186,18 +214,73 @@ def measure_costs(bench: Bench, requests: Sequence[Request], depths: Sequence[in
 
 
 def _interleaved(bench: Bench, requests: Sequence[Request], depths: Sequence[int], bar: Progress) -> list[list[Result]]:
-    """Decode every request once at each depth, the order turned round from prompt to prompt (ABBA)."""
-    results: dict[int, list[Result]] = {depth: [] for depth in depths}
-    for i, request in enumerate(requests):
-        for depth in depths if i % 2 == 0 else reversed(depths):
-            results[depth].append(bench.decode(request, depth))
-            bar.advance()
-    return [results[depth] for depth in depths]
+    """Decode every request once at each depth, in turns; one list a depth."""
+    rows = [_in_turn(bench, i, request, depths, bar) for i, request in enumerate(requests)]
+    return [[row[n] for row in rows] for n in range(len(depths))]
 
 
-def _deep(bench: Bench, requests: Sequence[Request], bar: Progress) -> list[Result]:
+def _in_turn(bench: Bench, i: int, request: Request, depths: Sequence[int], bar: Progress) -> list[Result]:
+    """Decode request number `i` once at each depth, the order turned round from prompt to prompt (ABBA)."""
     found = {}
-    for result in bench.decode_all(requests, REPORT_DEPTH, ACCEPTANCE_SLOTS):
-        found[result.id] = result
+    for depth in depths if i % 2 == 0 else reversed(depths):
+        found[depth] = bench.decode(request, depth)
         bar.advance()
+    return [found[depth] for depth in depths]
+
+
+def _tuned(
+    bench: Bench, requests: Sequence[Request], settings: EvalSettings, journal: Journal, bar: Progress
+) -> Tuning:
+    stored = journal.get(TUNING)
+    if stored is not None:
+        return tuning_from_dict(stored)
+    tuning = tune(bench, requests, settings, bar)
+    journal.put(TUNING, tuning_to_dict(tuning))
+    return tuning
+
+
+def _pairs(
+    bench: Bench, requests: Sequence[Request], depth: int, journal: Journal, bar: Progress
+) -> tuple[list[Result], list[Result]]:
+    """Decode every request plainly and at `depth`, in turns; both of a pair are always measured in one process."""
+    plain, fast = [], []
+    for i, request in enumerate(requests):
+        key = f"{PAIR}/{request.id}"
+        stored = journal.get(key)
+        if stored is None:
+            bench.warm_up(request, depth)
+            pair = _in_turn(bench, i, request, [0, depth], bar)
+            journal.put(key, [result_to_dict(result) for result in pair])
+        else:
+            pair = [result_from_dict(values) for values in stored]
+        plain.append(pair[0])
+        fast.append(pair[1])
+    return plain, fast
+
+
+def _deep(bench: Bench, requests: Sequence[Request], journal: Journal, bar: Progress) -> list[Result]:
+    stored = {r.id: journal.get(f"{DEEP}/{r.id}") for r in requests}
+    found = {name: result_from_dict(values) for name, values in stored.items() if values is not None}
+    missing = [r for r in requests if r.id not in found]
+    if missing:
+        for result in bench.decode_all(missing, REPORT_DEPTH, ACCEPTANCE_SLOTS):
+            found[result.id] = result
+            journal.put(f"{DEEP}/{result.id}", result_to_dict(result))
+            bar.advance()
     return [found[r.id] for r in requests]
+
+
+def _generated(bench: Bench, requests: Sequence[Request], journal: Journal, bar: Progress) -> list[Timing]:
+    found = []
+    for request in requests:
+        key = f"{GENERATE}/{request.id}"
+        stored = journal.get(key)
+        if stored is None:
+            bench.warm_up(request, 0)
+            timing = bench.generate(request)
+            journal.put(key, dataclasses.asdict(timing))
+            bar.advance()
+        else:
+            timing = Timing(**stored)
+        found.append(timing)
+    return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,18 @@ from . import alignment, losses
 from .base import Batch, Cache, DraftHead, Needs, StepStats, TargetParts, rms_norm
 from .config import HeadConfig, default_layer_ids
 from .registry import Family
+from .unrolled import attend, cached_attention, lay_out, to_documents
 from .vocab import DraftVocab
+
+# What the family's formulas fix; a config that says otherwise belongs to another head.
+_FIXED: dict[str, Any] = {
+    "objective": "token",
+    "last_state": "none",
+    "recycled": "pre_norm",
+    "concat_order": "embed_first",
+    "input_norms": {"embed": "rms", "hidden": "rms"},
+    "norm_before_residual": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +47,9 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.norm_before_residual:
-            raise DraftsmithError("norm_before_residual = true is not supported by eagle3 heads here; use false")
+        for name, value in _FIXED.items():
+            if (found := getattr(self, name)) != value:
+                raise DraftsmithError(f"{name} = {found!r} is not what an eagle3 head computes: it must be {value!r}")
 
 
 def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eagle3Config:
@@ -52,12 +64,8 @@ def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eag
     heads = target_config.num_attention_heads
     values: dict[str, Any] = {
         "family": "eagle3",
-        "objective": "token",
+        **_FIXED,
         "layer_ids": default_layer_ids(target_config.num_hidden_layers),
-        "last_state": "none",
-        "recycled": "pre_norm",
-        "concat_order": "embed_first",
-        "input_norms": {"embed": "rms", "hidden": "rms"},
         "steps": 7,
         "step_decay": 0.8,
         "hidden_size": target_config.hidden_size,
@@ -77,19 +85,6 @@ def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eag
         **identity,
     }
     return Eagle3Config.from_dict(values, "eagle3 config")
-
-
-@dataclass
-class _Layout:
-    """How T packed rows and the R rows that run lie in documents: [D, L] keys and [D, Q] queries."""
-
-    rows: Tensor  # [R] packed index of each row that runs
-    key_slots: Tensor  # [T] d * L + position
-    query_slots: Tensor  # [R] d * Q + rank within the document
-    documents: int
-    keys: int
-    queries: int
-    bias: Tensor  # [D, 1, 1, Q, L] additive mask: 0 where visible
 
 
 class Eagle3Head(DraftHead):
@@ -235,12 +230,12 @@ class Eagle3Head(DraftHead):
     def _unroll(self, batch: Batch, parts: TargetParts, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, normed output [R, H]) for the rows that run; only keys and values see all T rows, at step 0."""
         c = self.config
-        layout = _layout(batch, rows)
+        layout = lay_out(batch, rows)
         fused = self.fc(batch.features.to(self.fc.weight.dtype))
         everything = torch.arange(len(batch.tokens), device=rows.device)
         embeds = parts.embed[batch.tokens[_inside(alignment.input_index(everything, 0), batch)]]
         q, k, v = self._qkv(embeds.to(fused.dtype), fused, batch.positions)
-        keys, values = _to_documents(k, layout), _to_documents(v, layout)
+        keys, values = to_documents(k, layout), to_documents(v, layout)
         q, hidden = q[rows], fused[rows]
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
@@ -250,7 +245,7 @@ class Eagle3Head(DraftHead):
                 q, k, v = self._qkv(embeds.to(hidden.dtype), hidden, batch.positions[rows] + s)
                 own_k.append(k)
                 own_v.append(v)
-            attended = _attend(q, keys, values, own_k, own_v, layout)
+            attended = attend(q, keys, values, own_k, own_v, layout)
             hidden = self._finish(hidden, attended.flatten(-2))
             yield s, rms_norm(hidden, self.norm, c.rms_norm_eps)
 
@@ -276,7 +271,7 @@ class Eagle3Head(DraftHead):
         cache.keys[index, :, slots] = k
         cache.values[index, :, slots] = v
         visible = torch.arange(longest, device=embeds.device) <= slots[..., None]
-        last = _cached_attention(q, cache.keys[:b, :, :longest], cache.values[:b, :, :longest], visible)
+        last = cached_attention(q, cache.keys[:b, :, :longest], cache.values[:b, :, :longest], visible)
         if valid is None:
             cache.drafted += 1
         else:
@@ -330,78 +325,6 @@ def _inside(index: Tensor, batch: Batch) -> Tensor:
 def _probabilities(states: Tensor, weight: Tensor) -> Tensor:
     logits = states @ weight.to(states.dtype).t()
     return torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
-
-
-def _layout(batch: Batch, rows: Tensor) -> _Layout:
-    """Place packed rows in [D, L] and the running rows in [D, Q]; padding exists only inside the attention."""
-    number = torch.unique_consecutive(batch.documents, return_inverse=True)[1]
-    n_docs, longest = int(number[-1]) + 1, int(batch.positions.max()) + 1
-    per_doc = torch.bincount(number[rows], minlength=n_docs)
-    first = torch.cumsum(per_doc, 0) - per_doc
-    queries = int(per_doc.max()) if len(rows) else 0
-    rank = torch.arange(len(rows), device=rows.device) - first[number[rows]]
-    query_slots = number[rows] * queries + rank
-    limit = torch.full((n_docs * queries,), 0, device=rows.device)  # padding queries see key 0: finite, never read
-    limit[query_slots] = batch.positions[rows]
-    visible = torch.arange(longest, device=rows.device) <= limit[:, None]
-    dtype = torch.float64 if batch.features.dtype == torch.float64 else torch.float32
-    bias = torch.zeros(visible.shape, dtype=dtype, device=rows.device).masked_fill_(~visible, float("-inf"))
-    return _Layout(
-        rows, number * longest + batch.positions, query_slots, n_docs, longest, queries,
-        bias.view(n_docs, 1, 1, queries, longest),
-    )  # fmt: skip
-
-
-def _to_documents(x: Tensor, layout: _Layout) -> Tensor:
-    """Scatter packed [T, Hk, D] to [Docs, Hk, L, D]."""
-    padded = x.new_zeros(layout.documents * layout.keys, *x.shape[1:]).index_copy(0, layout.key_slots, x)
-    return padded.view(layout.documents, layout.keys, *x.shape[1:]).transpose(1, 2)
-
-
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, own_k: list[Tensor], own_v: list[Tensor], layout: _Layout
-) -> Tensor:
-    """One softmax over the step-0 keys of rows 0..j and the row's own later keys.
-
-    Args:
-        q: [R, Hq, D]; keys, values: [Docs, Hk, L, D]; own_k, own_v: s tensors [R, Hk, D].
-
-    Returns:
-        [R, Hq, D].
-    """
-    r, heads, dim = q.shape
-    kv = keys.shape[1]
-    group, d, n = heads // kv, layout.documents, layout.queries
-    scale = dim**-0.5
-    padded = q.new_zeros(d * n, heads, dim).index_copy(0, layout.query_slots, q)
-    padded = padded.view(d, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(d, kv, group * n, dim)
-    scores = (padded @ keys.transpose(-1, -2)).view(d, kv, group, n, layout.keys) * scale + layout.bias.to(q.dtype)
-    if own_k:
-        grouped = q.view(r, kv, group, dim)
-        own = torch.stack([(grouped * k[:, :, None]).sum(-1) for k in own_k], -1) * scale  # [R, Hk, G, s]
-        own = own.new_zeros(d * n, *own.shape[1:]).index_copy(0, layout.query_slots, own)
-        scores = torch.cat((scores, own.view(d, n, kv, group, len(own_k)).permute(0, 2, 3, 1, 4)), -1)
-    p = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1).to(q.dtype)
-    size = layout.keys
-    out = p[..., :size].reshape(d, kv, group * n, size) @ values
-    out = out.view(d, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(d * n, heads, dim)
-    out = out.index_select(0, layout.query_slots)
-    if own_k:
-        weights = p[..., size:].permute(0, 3, 1, 2, 4).reshape(d * n, kv, group, len(own_v))
-        weights = weights.index_select(0, layout.query_slots)
-        mixed = sum(weights[..., i, None] * v[:, :, None] for i, v in enumerate(own_v))
-        out = out + cast(Tensor, mixed).reshape(r, heads, dim)
-    return out
-
-
-def _cached_attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Attention of rows [B, M, Hq, D] over a cache [B, Hk, S, D] where `visible` [B, M, S]; returns [B, M, Hq*D]."""
-    b, m, heads, dim = q.shape
-    kv = keys.shape[1]
-    grouped = q.view(b, m, kv, heads // kv, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, -1, dim)
-    mask = visible[:, None, None].expand(b, 1, heads // kv, m, -1).reshape(b, 1, -1, visible.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-    return out.view(b, kv, heads // kv, m, dim).permute(0, 3, 1, 2, 4).reshape(b, m, heads * dim)
 
 
 FAMILY = Family("eagle3", Eagle3Config, Eagle3Head)

@@ -18,7 +18,9 @@ class SoftCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, counted: Tensor) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, counted: Tensor, wanted: bool
+    ) -> Any:
         """See `soft_cross_entropy`."""
         total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         guesses = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
@@ -33,9 +35,10 @@ class SoftCrossEntropy(torch.autograd.Function):
             log_q = logits - torch.logsumexp(logits, -1, keepdim=True)
             p = teacher.index_select(0, rows[part])
             total += -((p * log_q).sum(-1, keepdim=True) * w).sum()
-            d = log_q.exp_().sub_(p).to(hidden.dtype).mul_(w)
-            grad_hidden[part] = d @ weight
-            grad_weight.addmm_(d.t(), h)
+            if wanted:
+                d = log_q.exp_().sub_(p).to(hidden.dtype).mul_(w)
+                grad_hidden[part] = d @ weight
+                grad_weight.addmm_(d.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(guesses)
         return total, guesses
@@ -45,7 +48,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         """Scale the stored gradients."""
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0].to(grad_hidden.dtype)
-        return grad_hidden * scale, grad_weight * scale, None, None, None
+        return grad_hidden * scale, grad_weight * scale, None, None, None, None
 
 
 def soft_cross_entropy(
@@ -63,7 +66,7 @@ def soft_cross_entropy(
     Returns:
         The sum (scalar; the caller divides by the global count) and the best draft id of every row, [R] int64.
     """
-    total, guesses = SoftCrossEntropy.apply(hidden, weight, teacher, rows, counted)
+    total, guesses = SoftCrossEntropy.apply(hidden, weight, teacher, rows, counted, torch.is_grad_enabled())
     return total, guesses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
@@ -23,13 +24,12 @@ class Family:
     head: type[DraftHead]
 
 
-_GROUND = {"alignment", "base", "checkpoint", "config", "losses", "registry", "resolve", "target", "vocab", "linear"}
-
-
+@functools.cache
 def family_names() -> list[str]:
-    """Names of the modules beside this one that define a family."""
+    """Names of the modules beside this one that define `FAMILY`."""
     package = importlib.import_module(__package__)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _GROUND and not m.ispkg)
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
+    return sorted(n for n in names if hasattr(importlib.import_module(f"{__package__}.{n}"), "FAMILY"))
 
 
 def head_family(name: str) -> Family:

@@ -110,6 +110,30 @@ class Target:
         """Embedding, output head and final norm, as the model applies them."""
         return _parts(self.embed, self.model.get_output_embeddings().weight, self.final_norm.weight, self.config)
 
+    @torch.inference_mode()
+    def check_trainable(self) -> None:
+        """Refuse a target whose embedding or logits are not what `parts()` says: training would learn from wrong ones.
+
+        Scaled embeddings, scaled or capped logits and norms that multiply by 1 + w are found so.
+        """
+        parts = self.parts()
+        tokens = (torch.arange(3, 19, device=self.device) % self.vocab_size)[None]
+        needs = Needs((0,), last=True)
+        with self.capture(needs) as states, self.attention():
+            logits = self.model(input_ids=tokens, use_cache=False).logits[0].float()
+        pairs = {
+            "embeddings": (states[0][0].float(), parts.embed[tokens[0]].float()),
+            "logits": (logits, (parts.normed(states[self.n_layers][0]) @ parts.lm_head.t()).float()),
+        }
+        limit = 1e-3 if self.dtype == torch.float32 else 0.03
+        for what, (model, own) in pairs.items():
+            worst, scale = float((model - own).abs().max()), float(model.abs().max())
+            if not worst <= limit * scale:
+                raise DraftsmithError(
+                    f"{type(self.model).__name__}: its {what} differ by {worst:.3g} (they reach {scale:.3g}) from "
+                    "plain embedding, final norm and output head: it scales or caps them; it can't be trained for yet"
+                )
+
     @contextlib.contextmanager
     def attention(self, name: str | None = None) -> Iterator[None]:
         """Run the model with another registered attention function for a while; None = the one it was loaded with."""
@@ -182,8 +206,11 @@ def load_parts(location: str, revision: str | None, dtype: torch.dtype, device: 
 
 
 def _parts(embed: Tensor, head: Tensor, norm: Tensor, config: Any) -> TargetParts:
-    if config.model_type.startswith(("gemma", "gpt_neox", "opt", "gpt2", "bloom")):
-        raise DraftsmithError(f"targets of type {config.model_type!r} are not supported for training yet")
+    if config.model_type.startswith("gemma") or not hasattr(config, "rms_norm_eps"):
+        raise DraftsmithError(
+            f"targets of type {config.model_type!r} can't be trained for yet: a plain RMSNorm before the output "
+            "head is expected"
+        )
     return TargetParts(embed, head, norm, config.rms_norm_eps)
 
 

@@ -36,7 +36,7 @@ class SetupError(Exception):
 
 def main() -> int:
     """Set up `.venv` unless the stamp says that it is ready."""
-    with open(__file__, "rb") as itself:  # two `make` at once take turns
+    with open(__file__, "ab") as itself:  # two `make` at once take turns; network file systems lock writers only
         fcntl.flock(itself, fcntl.LOCK_EX)
         if is_ready():
             return 0

@@ -89,6 +89,20 @@ def test_a_model_brings_defaults_that_everything_else_beats(tmp_path):
     assert (beaten.head_options.steps, beaten.train.token_budget, beaten.regenerate.max_new_tokens) == (2, 64, 128)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"nnodes": 2}, "needs master"),
+        ({"node_rank": 1}, "node_rank = 1 must be between 0 and 0"),
+        ({"nnodes": 2, "node_rank": 2, "master": "h"}, "between 0 and 1"),
+    ],
+)
+def test_machine_numbers_that_would_wait_forever_are_refused(flags, told):
+    with pytest.raises(DraftsmithError, match=told):
+        resolve("run", flags, None, [])
+    assert resolve("run", {"nnodes": 2, "node_rank": 1, "master": "h"}, None, []).master == "h"
+
+
 def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("minutes: 3\nhead: {steps: 2}\ntrain: {token_budget: 64, lr_matrix: 1e-3}\neval: {prompts: 7}\n")

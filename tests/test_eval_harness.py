@@ -53,6 +53,7 @@ def test_report_holds_what_is_promised(report):
     assert s["setting"]["dtype"] == "float32"
     assert s["output_check"] == "identical"
     assert s["n_prompts"] == 4
+    assert report["environment"]["sessions"] == 1
     assert s["tau_ci"][0] <= s["tau"] <= s["tau_ci"][1]
     assert s["speedup_ci"][0] <= s["speedup"] <= s["speedup_ci"][1]
     assert len(s["acceptance_conditional_k4"]) == len(s["acceptance_cumulative_k4"]) == 4

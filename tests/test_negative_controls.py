@@ -134,8 +134,8 @@ def lost_final_norm(patch: Patch) -> None:
 
 def lost_diagonal(patch: Patch) -> None:
     """Rows don't see their own keys of later steps."""
-    attend = eagle3._attend
-    patch.setattr(eagle3, "_attend", lambda q, k, v, own_k, own_v, layout: attend(q, k, v, [], [], layout))
+    attend = eagle3.attend
+    patch.setattr(eagle3, "attend", lambda q, k, v, own_k, own_v, layout: attend(q, k, v, [], [], layout))
 
 
 def detached_steps(patch: Patch) -> None:
@@ -145,26 +145,26 @@ def detached_steps(patch: Patch) -> None:
 
 
 def later_keys(patch: Patch) -> None:
-    layout = eagle3._layout
+    layout = eagle3.lay_out
 
     def open_mask(batch: Any, rows: Any) -> Any:
         made = layout(batch, rows)
         made.bias.zero_()
         return made
 
-    patch.setattr(eagle3, "_layout", open_mask)
+    patch.setattr(eagle3, "lay_out", open_mask)
 
 
 def one_document(patch: Patch) -> None:
     """The pack is attended as if it were a single text."""
-    layout = eagle3._layout
+    layout = eagle3.lay_out
 
     def joined(batch: Any, rows: Any) -> Any:
         n = len(batch.tokens)
         merged = vars(batch) | {"documents": torch.zeros(n, dtype=torch.int64), "positions": torch.arange(n)}
         return layout(type(batch)(**merged), rows)
 
-    patch.setattr(eagle3, "_layout", joined)
+    patch.setattr(eagle3, "lay_out", joined)
 
 
 def misses_left_out(patch: Patch) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from draftsmith import cli, pipeline
+from draftsmith.data_recipes.regenerate import answer_seconds
 from draftsmith.errors import DraftsmithError
 from draftsmith.files import sha256_file
 from draftsmith.heads.target import Target
-from draftsmith.run_config import resolve
+from draftsmith.run_config import plan_minutes, resolve
 
 SMALL = [
     "prepare.val_every=4",
@@ -218,3 +219,32 @@ def test_the_key_follows_data_and_code(first, monkeypatch):
     assert pipeline.run_key(pipeline.Run(config.model_copy(update={"gpus": 1}))) == key
     run.source = dataclasses.replace(run.source, revision="other")
     assert pipeline.run_key(run) != key
+
+
+def test_run_under_torchrun_is_refused(tiny_folder, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DraftsmithError, match="call it without torchrun"):
+        pipeline.run_all(configuration(tiny_folder, prompts, tmp_path / "runs"))
+
+
+def test_earlier_answers_count_in_the_budget(first):
+    """Training gets what the minutes leave after the answers, whoever made them."""
+    config, _ = first
+    run = pipeline.Run(config)
+    shares = plan_minutes(config.minutes)
+    assert answer_seconds(run.data) > 0
+    config_by_clock = run.config.model_copy(
+        update={"train": run.config.train.model_copy(update={"minutes": round(shares.train, 3)})}
+    )
+    run.config = config_by_clock
+    fresh, later = (pipeline._train_budget(run, shares, before) for before in (0.0, 0.3))
+    assert fresh - later == pytest.approx(0.3, abs=0.02)
+
+
+def test_other_machines_wait_for_this_very_configuration(first, tiny_folder, prompts):
+    config, _ = first
+    run = pipeline.Run(config)
+    assert pipeline._is_ready(run)
+    run.config = config.model_copy(update={"minutes": 2.0})
+    assert not pipeline._is_ready(run)

@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from ..data_recipes.packing import make_batch, plan_batches
@@ -45,6 +45,7 @@ class BatchPlan:
     token_budget: int
     max_length: int
     seed: int
+    _planned: dict[int, list[list[int]]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def over(cls, store: FeatureStore, documents: list[int], token_budget: int, max_length: int, seed: int) -> Self:
@@ -58,8 +59,14 @@ class BatchPlan:
 
     def epoch(self, number: int) -> list[list[int]]:
         """Batches of an epoch, as document numbers of the store."""
-        batches = plan_batches(self.lengths, self.token_budget, self.seed, number)
-        return [[self.documents[i] for i in batch] for batch in batches]
+        planned = self._planned.get(number)
+        if planned is None:
+            batches = plan_batches(self.lengths, self.token_budget, self.seed, number)
+            planned = [[self.documents[i] for i in batch] for batch in batches]
+            for old in sorted(self._planned)[:-1]:  # the reading thread may be an epoch ahead of the training one
+                self._planned.pop(old, None)
+            self._planned[number] = planned
+        return planned
 
     def from_position(self, position: Position) -> Iterator[tuple[Position, list[int]]]:
         """Yield (position, documents) of all batches from `position` on, epoch after epoch, without end."""

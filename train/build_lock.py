@@ -159,7 +159,8 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     except ImportError:  # no such locks on this system
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    # a file of its own, open for writing: network file systems lock no folders and no readers
+    descriptor = os.open(folder / ".draftsmith-build", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

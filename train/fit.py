@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..data_recipes.store import FeatureStore
 from ..errors import DraftsmithError
+from ..files import sweep
 from ..heads.base import DraftHead, TargetParts
 from ..heads.target import auto_dtype
 from ..progress import Progress, progress_bar, say
@@ -107,6 +108,9 @@ class Trainer:
             betas=(settings.betas[0], settings.betas[1]),
             weight_decay=settings.weight_decay,
         )
+        if ranks.is_main:
+            sweep(self.checkpoints)
+        ranks.barrier()
         found = step_folders(self.checkpoints)
         self.state = load_checkpoint(found[-1], head, self.optimizer) if found else RunState()
         self.resumed_seconds = self.state.seconds
@@ -148,7 +152,6 @@ class Trainer:
         items = [next(self.stream) for _ in range(s.accumulation)]
         batches = [item.batch.to(ranks.device, self.step_module.dtype) for item in items]
         counts = ranks.all_sum(torch.stack([self.head.loss_counts(b) for b in batches]).sum(0))
-        torch.manual_seed(((s.seed << 40) + (self.state.step << 16) + ranks.rank) % 2**63)
         self.optimizer.set_lr_factor(lr_factor(self.state.step, self.state.total_steps, s))
         sums, bad = self.window.new_zeros(self.window.shape, device=ranks.device), []
         for item, batch in zip(items, batches, strict=True):

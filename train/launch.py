@@ -47,3 +47,10 @@ def torchrun_command(
         command += ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
         command += ["--master-addr", host, "--master-port", given_port or str(port)]
     return [*command, "-m", module, *arguments]
+
+
+def visible_devices() -> int:
+    """CUDA devices that this process sees; 1 on a machine without."""
+    import torch
+
+    return max(torch.cuda.device_count(), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def train_stage(
     features: Path,
     folder: Path,
     target_id: str | None = None,
+    recorded_revision: str | None = None,
     budget_seconds: float | None = None,
     resume_command: str = "the same command again",
     wandb: bool | None = None,
@@ -45,6 +47,7 @@ def train_stage(
         features: folder of its collected store.
         folder: the stage's own folder.
         target_id: name of the target in the head's config; None takes `location`.
+        recorded_revision: what the head's config says of the target's revision, where `from_pretrained` needs none.
         budget_seconds: what is really left of the run's time; overrides `train.minutes`, identifies nothing.
         resume_command, wandb: see `fit`.
 
@@ -55,7 +58,8 @@ def train_stage(
     Raises:
         DraftsmithError: features of another target or other layers, or whatever `fit` raises.
     """
-    config, vocab, coverage, store = prepare_head(recipe, location, revision, features, target_id)
+    names = (target_id or location, recorded_revision or revision)
+    config, vocab, coverage, store = prepare_head(recipe, location, revision, features, names)
     identity = {
         "features": store.digest,
         "head": config.to_dict(),
@@ -75,6 +79,7 @@ def train_stage(
         start = head.initialise(parts, torch.Generator().manual_seed(recipe.train.seed))
         if ranks.is_main:
             say(start)
+        parts = dataclasses.replace(parts, last_layer={})
         result = fit(
             recipe.train, store, parts, head, folder,
             budget_seconds=budget_seconds, resume_command=resume_command, wandb=wandb,
@@ -87,9 +92,16 @@ def train_stage(
 
 
 def prepare_head(
-    recipe: HeadRecipe, location: str, revision: str | None, features: Path, target_id: str | None = None
+    recipe: HeadRecipe,
+    location: str,
+    revision: str | None,
+    features: Path,
+    names: tuple[str, str | None] | None = None,
 ) -> tuple[HeadConfig, DraftVocab, float, FeatureStore]:
     """Open the store, choose the vocabulary and derive the head's config: seconds, nothing is trained.
+
+    Args:
+        names: id and revision of the target as the head's config records them; None takes location and revision.
 
     Returns:
         The config, the vocabulary, its coverage of the answers' tokens (0..1), and the store.
@@ -111,11 +123,11 @@ def prepare_head(
         layer_ids=list(layer_ids),
         steps=recipe.head.steps,
         step_decay=recipe.head.step_decay,
-        target_id=target_id or location,
-        target_revision=revision,
+        target_id=(names or (location, revision))[0],
+        target_revision=(names or (location, revision))[1],
         target_fingerprint=mark,
         chat_template_sha256=template_sha256(tokenizer),
-        trained_length=recipe.train.max_length,
+        trained_length=min(recipe.train.max_length, max(store.lengths)),
     )
     return config, vocab, coverage, store
 

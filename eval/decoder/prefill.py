@@ -25,9 +25,7 @@ class Prefill:
         spare: a cache row that no sequence uses.
     """
 
-    def __init__(
-        self, target: Target, cache: TreeCache, needs: Needs, states: dict[int, Tensor], spare: int
-    ) -> None:
+    def __init__(self, target: Target, cache: TreeCache, needs: Needs, states: dict[int, Tensor], spare: int) -> None:
         self.target, self.cache, self.needs, self.states, self.spare = target, cache, needs, states, spare
         self.tokens: list[int] = []
         self.aux: Tensor | None = None

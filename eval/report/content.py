@@ -32,6 +32,7 @@ class Measured:
         plain: plain decoding; fast: the chosen K, interleaved with it; deep: K = 4, decoded for acceptance only.
         generated: `transformers.generate` on the same prompts.
         check: comparison of `fast` with `plain`.
+        sessions: processes that measured: more than one where an evaluation was killed and gone on with.
     """
 
     prompts: PromptSet
@@ -41,6 +42,7 @@ class Measured:
     deep: list[Result]
     generated: list[Timing]
     check: OutputCheck
+    sessions: int = 1
 
 
 def timings(results: Sequence[Result]) -> list[Timing]:
@@ -66,7 +68,7 @@ def build_report(target: Target, head: HeadConfig, tuning: Tuning, measured: Mea
             "chat_template_sha256": target.template_sha256,
         },
         "head": head.to_dict(),
-        "environment": environment(target),
+        "environment": {**environment(target), "sessions": m.sessions},
         "tuning": {
             "n_prompts": tuning.n_prompts,
             "acceptance_conditional": tuning.acceptance.conditional,

@@ -1,0 +1,186 @@
+"""A killed evaluation goes on where it was: nothing finished is decoded again, the figures are those of one go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+import torch
+from test_eval_harness import SMALL, make_head
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.eval import harness
+from draftsmith.eval.decoder.loop import Result, StepLog
+from draftsmith.eval.harness import evaluate
+from draftsmith.eval.journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
+from draftsmith.eval.metrics import acceptance
+from draftsmith.eval.tune import PassCosts, Tuning
+
+# one candidate: which of several K is fastest would depend on the clock
+ONE = dataclasses.replace(SMALL, depths=[2])
+PROMPTS = SMALL.prompts
+WARM = 2 * harness.WARM_UPS
+CHOICE = WARM + SMALL.timed_prompts * 2 + SMALL.timed_prompts * 2
+"""Answers decoded alone before the held-out ones: warm-ups, pass costs and leaders, plain and at K = 2."""
+ENTRIES = 1 + 3 * PROMPTS
+DECODE, PUT = harness.Bench.decode, Journal.put
+
+
+@pytest.fixture(scope="module")
+def head(tiny_target):
+    return make_head(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_target, head):
+    """The report of an evaluation that nothing interrupts."""
+    return evaluate(tiny_target, head, ONE)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """The progress bar of each evaluation."""
+    shown, real = [], harness.progress_bar
+
+    @contextlib.contextmanager
+    def spy(*args):
+        with real(*args) as bar:
+            shown.append(bar)
+            yield bar
+
+    monkeypatch.setattr(harness, "progress_bar", spy)
+    return shown
+
+
+def stop_after(monkeypatch, decodes):
+    """Let `decodes` answers be decoded alone (None: any number), then interrupt; returns the (id, depth) of each."""
+    calls = []
+
+    def decode(self, request, depth, timer=None):
+        if len(calls) == decodes:
+            raise KeyboardInterrupt
+        calls.append((request.id, depth))
+        return DECODE(self, request, depth, timer)
+
+    monkeypatch.setattr(harness.Bench, "decode", decode)
+    return calls
+
+
+def greedy(report):
+    """All that no clock decides."""
+    clocked = {"speedup", "speedup_ci", "tokens_per_s", "baseline_tokens_per_s", "generate_tokens_per_s"}
+    clocked |= {"overhead", "flag"}
+    summary = {key: value for key, value in report["summary"].items() if key not in clocked}
+    raw = {
+        kind: [{key: value for key, value in row.items() if key != "seconds"} for row in report["prompts"][kind]]
+        for kind in ("plain", "speculative", "depth_4", "generate")
+    }
+    return summary, raw, report["prompts"]["sha256"], report["tuning"]["acceptance_conditional"], report["check"]
+
+
+@pytest.mark.parametrize("decodes", [2, CHOICE - 1, CHOICE, CHOICE + 1, CHOICE + 5])
+def test_an_interrupted_evaluation_decodes_only_what_is_missing(
+    tiny_target, head, whole, bars, tmp_path, monkeypatch, decodes
+):
+    path = tmp_path / "journal.jsonl"
+    stop_after(monkeypatch, decodes)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny_target, head, ONE, Journal.open(path))
+    calls = stop_after(monkeypatch, None)
+    report = evaluate(tiny_target, head, ONE, Journal.open(path))
+    assert greedy(report) == greedy(whole)
+    assert report["environment"]["sessions"] == 2
+
+    chosen, pairs = decodes >= CHOICE, max(decodes - CHOICE, 0) // 2
+    before = WARM if chosen else CHOICE
+    turns = [depth for i in range(pairs, PROMPTS) for depth in ([0, 2] if i % 2 == 0 else [2, 0])]
+    assert [depth for _, depth in calls[before:]] == turns
+    first, second = bars
+    assert first.done < first.total
+    assert second.done == second.total
+    kept = (CHOICE + report["tuning"]["n_prompts"] if chosen else 0) + 2 * pairs
+    assert second.total - second.counted == kept
+
+
+@pytest.mark.parametrize("entries", [1, PROMPTS + 3, 2 * PROMPTS + 1, 2 * PROMPTS + 3, ENTRIES])
+def test_no_entry_is_measured_twice(tiny_target, head, whole, bars, tmp_path, monkeypatch, entries):
+    path = tmp_path / "journal.jsonl"
+    written = []
+
+    def put(self, key, value):
+        PUT(self, key, value)
+        written.append(key)
+        if len(written) == entries:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "put", put)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny_target, head, ONE, Journal.open(path))
+    calls = stop_after(monkeypatch, None)
+    report = evaluate(tiny_target, head, ONE, Journal.open(path))
+    assert greedy(report) == greedy(whole)
+    assert report["environment"]["sessions"] == 2
+    assert len(written) == len(set(written)) == ENTRIES
+    missing_pairs = max(1 + PROMPTS - entries, 0)
+    assert len(calls) == (WARM if entries < ENTRIES else 0) + 2 * missing_pairs
+    assert bars[-1].done == bars[-1].total
+
+
+@pytest.mark.parametrize("depth", [2, harness.REPORT_DEPTH])
+def test_a_whole_journal_gives_the_very_report_without_decoding(tiny_target, head, tmp_path, monkeypatch, depth):
+    settings = dataclasses.replace(SMALL, depths=[depth])
+    first = evaluate(tiny_target, head, settings, Journal.open(tmp_path / "journal.jsonl"))
+    for name in ("decode", "decode_all", "generate"):
+        monkeypatch.setattr(harness.Bench, name, lambda *_: pytest.fail("decoded again"))
+    again = evaluate(tiny_target, head, settings, Journal.open(tmp_path / "journal.jsonl"))
+    assert (first["environment"].pop("sessions"), again["environment"].pop("sessions")) == (1, 2)
+    assert again == first
+
+
+@pytest.mark.parametrize("torn", [b'{"key": "c", "val', b'{"key": "c", "value": 1}', b'{"sess', b"\0\0\0\0\n"])
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal.open(path)
+    journal.put("a", {"seconds": 0.1})
+    journal.put("b", [1, None])
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    again = Journal.open(path)
+    assert (again.get("a"), again.get("b"), again.get("c")) == ({"seconds": 0.1}, [1, None], None)
+    again.put("c", 2)
+    assert path.read_bytes() == whole + b'{"session": 2}\n{"key": "c", "value": 2}\n'
+    last = Journal.open(path)
+    assert (last.get("b"), last.get("c"), last.sessions) == ([1, None], 2, 3)
+
+
+def test_a_damaged_line_inside_is_named(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"session": 1}\n{"key": "a", "va\n{"key": "b", "value": 1}\n')
+    with pytest.raises(DraftsmithError, match=r"journal\.jsonl is damaged in line 2; delete it"):
+        Journal.open(path)
+
+
+def test_without_a_file_everything_is_kept_in_memory():
+    journal = Journal()
+    journal.put("a", 1)
+    assert (journal.get("a"), journal.get("b"), journal.sessions) == (1, None, 1)
+
+
+def test_tuning_comes_back_as_it_was():
+    costs = PassCosts()
+    costs.add(0, [0.1, 0.3], [0.0, 0.0], [0.01, 0.02])
+    costs.add(3, [0.2, 0.4], [0.05, 0.07], [0.02, 0.03])
+    shares = acceptance([[StepLog(3, 2, 3), StepLog(3, 0, 1)], [StepLog(3, 3, 4)]])
+    row = {"depth": 3, "predicted_tokens_per_s": 1 / 3, "measured_tokens_per_s": None}
+    tuning = Tuning(3, costs, shares, [row], 2)
+    again = tuning_from_dict(json.loads(json.dumps(tuning_to_dict(tuning))))
+    assert again == tuning
+    assert again.costs.step(3) == costs.step(3)
+
+
+def test_a_result_comes_back_without_its_states():
+    result = Result("a", [1, 2], [3, 4, 5], "length", [StepLog(4, 1, 2)], 0.1 + 0.2, torch.ones(4, 8))
+    again = result_from_dict(json.loads(json.dumps(result_to_dict(result))))
+    assert again == dataclasses.replace(result, states=None)

@@ -1,0 +1,102 @@
+"""Files appear whole or not at all; what killed processes left is removed or put back; full disks are named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith import files
+from draftsmith.errors import DraftsmithError
+from draftsmith.files import atomic_path, sweep, write_json, write_text
+from draftsmith.manifest import Stage
+
+
+def dead_pid() -> int:
+    """Number of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_a_folder_replaces_a_folder_as_a_whole(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        with atomic_path(tmp_path / "best") as temporary:
+            temporary.mkdir()
+            (temporary / f"{text}.txt").write_text(text)
+    assert [p.name for p in (tmp_path / "best").iterdir()] == ["new.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "kept")
+
+    def fail() -> None:
+        with atomic_path(tmp_path / "a.txt") as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (tmp_path / "a.txt").read_text() == "kept"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_leftovers_of_dead_processes_go_those_of_living_ones_stay(tmp_path: Path) -> None:
+    dead, alive = dead_pid(), os.getpid()
+    (tmp_path / f".chunk.{dead}.part").write_text("x")
+    (tmp_path / f".chunk.{alive}.part").write_text("x")
+    (tmp_path / ".hidden.file.txt").write_text("x")
+    (tmp_path / f".best.{dead}.before").mkdir()
+    (tmp_path / f".best.{dead}.before" / "w").write_text("the best so far")
+    sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f".chunk.{alive}.part", ".hidden.file.txt", "best"]
+    assert (tmp_path / "best" / "w").read_text() == "the best so far"
+    (tmp_path / f".best.{dead}.before").mkdir()
+    sweep(tmp_path)
+    assert not (tmp_path / f".best.{dead}.before").exists()
+
+
+def test_a_stage_sweeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    left = tmp_path / "s" / f".chunk.{dead_pid()}.part"
+    left.write_text("x")
+    Stage.open(tmp_path / "s", "s", 1, {})
+    assert not left.exists()
+
+
+def test_a_full_disk_under_safetensors_is_named(tmp_path: Path) -> None:
+    from safetensors import SafetensorError
+
+    with pytest.raises(DraftsmithError, match=r"disk is full while writing .*chunk"), atomic_path(tmp_path / "chunk"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(SafetensorError), atomic_path(tmp_path / "chunk"):
+        raise SafetensorError("another fault")
+
+
+def test_json_is_canonical_and_broken_json_is_named(tmp_path: Path) -> None:
+    assert files.sha256_json({"a": 1, "b": [2]}) == files.sha256_json({"b": [2], "a": 1})
+    write_json(tmp_path / "a.json", {"a": 1})
+    (tmp_path / "b.json").write_text("{")
+    assert files.read_json(tmp_path / "a.json") == {"a": 1}
+    with pytest.raises(DraftsmithError, match=r"b.json is not valid JSON"):
+        files.read_json(tmp_path / "b.json")
+    with pytest.raises(DraftsmithError, match="does not exist"):
+        files.read_json(tmp_path / "c.json")
+
+
+def test_another_identity_is_set_aside_and_taken_back(tmp_path: Path) -> None:
+    first = Stage.open(tmp_path / "s", "s", 1, {"x": 1})
+    (first.folder / "result").write_text("one")
+    first.finish(count=3)
+    second = Stage.open(tmp_path / "s", "s", 1, {"x": 2})
+    assert second.manifest is None
+    assert not (second.folder / "result").exists()
+    again = Stage.open(tmp_path / "s", "s", 1, {"x": 1})
+    assert (again.folder / "result").read_text() == "one"
+    assert again.manifest is not None
+    assert again.manifest["record"]["count"] == 3
+    assert again.digest == first.digest != second.digest
