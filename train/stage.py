@@ -12,6 +12,7 @@ import torch
 from ..data_recipes.store import FeatureStore
 from ..data_recipes.vocabulary import choose_vocab
 from ..errors import DraftsmithError
+from ..heads.base import DraftHead, TargetParts
 from ..heads.config import HeadConfig, default_layer_ids
 from ..heads.registry import head_family
 from ..heads.target import explain_loading, fingerprint, load_parts, load_tokenizer, resolve_folder, template_sha256
@@ -74,12 +75,9 @@ def train_stage(
         if ranks.is_main:
             share = f"{coverage:.2%} of the answers' tokens"
             say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
-        head = head_family(config.family).head(config, vocab)
-        parts = load_parts(location, revision, torch.float32)
-        start = head.initialise(parts, torch.Generator().manual_seed(recipe.train.seed))
+        head, parts, start = _new_head(config, vocab, load_parts(location, revision, torch.float32), recipe.train.seed)
         if ranks.is_main:
             say(start)
-        parts = dataclasses.replace(parts, last_layer={})
         result = fit(
             recipe.train, store, parts, head, folder,
             budget_seconds=budget_seconds, resume_command=resume_command, wandb=wandb,
@@ -89,6 +87,15 @@ def train_stage(
             stage.finish(**{k: v for k, v in result.items() if k != "seconds"}, train_seconds=result["seconds"])
         ranks.barrier()
         return result
+
+
+def _new_head(
+    config: HeadConfig, vocab: DraftVocab, parts: TargetParts, seed: int
+) -> tuple[DraftHead, TargetParts, str]:
+    """An initialised head, the parts that training still needs, and a line that says how the head starts."""
+    head = head_family(config.family).head(config, vocab)
+    start = head.initialise(parts, torch.Generator().manual_seed(seed))
+    return head, dataclasses.replace(parts, last_layer={}), start
 
 
 def prepare_head(
