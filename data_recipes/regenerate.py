@@ -16,7 +16,7 @@ import torch
 
 from ..errors import DraftsmithError
 from ..eval.decoder.drafters.plain import PlainDrafter
-from ..eval.decoder.loop import Request, Result, decode
+from ..eval.decoder.loop import Request, Result, decode, rows_needed
 from ..files import read_json, write_json
 from ..heads.base import Needs
 from ..heads.target import Target
@@ -126,7 +126,7 @@ def _answer(
     """Decode one chunk and write its features; returns its answers in the prompts' order."""
     drafter = PlainDrafter(None if features is None else Needs(tuple(layer_ids or ()), last=True))
     requests = [Request(p.id, p.tokens, settings.max_new_tokens) for p in prompts]
-    capacity = max(len(p.tokens) for p in prompts) + settings.max_new_tokens + 1
+    capacity = rows_needed(requests, drafter)
     results: dict[str, Result] = {}
     made, started = 0, time.monotonic()
     for result in decode(target, drafter, requests, slots=min(settings.slots, len(prompts)), capacity=capacity):

@@ -18,7 +18,8 @@ from .benchmarks import builtin_set
 from .check import check_outputs
 from .decoder.drafters import make_drafter
 from .decoder.drafters.plain import PlainDrafter
-from .decoder.loop import Request, Result, StepTimer, decode
+from .decoder.loop import Request, Result, StepTimer, decode, rows_needed
+from .decoder.search import Chain
 from .decoder.types import Drafter
 from .journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
 from .metrics import Timing, acceptance, tokens_per_second
@@ -80,9 +81,10 @@ class Bench:
     ) -> Iterator[Result]:
         """Decode requests, `slots` at once, yielding results as they finish."""
         if depth not in self.drafters:
-            self.drafters[depth] = make_drafter(self.head, self.target.embed, depth)
-        capacity = max(len(r.tokens) + r.max_new_tokens for r in requests) + depth + 1
-        yield from decode(self.target, self.drafters[depth], requests, slots=slots, capacity=capacity, timer=timer)
+            self.drafters[depth] = make_drafter(self.head, self.target.embed, Chain(depth))
+        drafter = self.drafters[depth]
+        capacity = rows_needed(requests, drafter)
+        yield from decode(self.target, drafter, requests, slots=slots, capacity=capacity, timer=timer)
 
     def warm_up(self, request: Request, depth: int) -> None:
         """Decode a few times unmeasured, plainly and at `depth`: a process's first passes are slow. Done once only."""

@@ -105,6 +105,7 @@ def result_to_dict(result: Result) -> dict[str, Any]:
         "finish": result.finish,
         "steps": [[s.drafted, s.accepted, s.emitted] for s in result.steps],
         "seconds": result.seconds,
+        "lossy": result.lossy,
     }
 
 
@@ -117,6 +118,7 @@ def result_from_dict(values: Mapping[str, Any]) -> Result:
         finish=values["finish"],
         steps=[StepLog(*counts) for counts in values["steps"]],
         seconds=values["seconds"],
+        lossy=values["lossy"],
     )
 
 

@@ -120,6 +120,7 @@ class Cache:
     longest: int = 0
     """Host-side upper bound of `lengths`; the caller lowers it when it knows better."""
     drafted: int = 0
+    """Draft rows that lie behind the committed ones; the next committed call, or the caller, sets it back to 0."""
 
 
 class DraftHead(nn.Module, abc.ABC):
@@ -162,19 +163,29 @@ class DraftHead(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward_step(
-        self, cache: Cache, embeds: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None
+        self,
+        cache: Cache,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run rows through the head with its cache.
 
         Args:
             embeds: [B, M, H] target embeddings of the tokens that the rows read.
-            hidden: [B, M, F] the target's features of committed rows (F = A*H), or [B, 1, H] the recycled state.
+            hidden: [B, M, F] the target's features of committed rows (F = A*H); [B, M, H] of draft rows: the state
+                that the row of the node above gave.
             positions: [B, M] rope positions.
-            valid: [B] number of committed rows among M (they are appended and stay), or None for one draft row,
-                appended behind the committed rows until the next committed call.
+            valid: [B] number of committed rows among M (they are appended and stay), or None for draft rows: appended
+                behind the committed rows and the D drafted ones until the next committed call.
+            seen: bool [B, M, D+M], which draft rows each new draft row sees, itself included; all see the committed
+                rows. None = every row before it, as in a chain.
 
         Returns:
-            logits [B, Vd] and recycled state [B, 1, H] of each sequence's last valid row.
+            logits [B, 1, Vd] and recycled state [B, 1, H] of each sequence's last valid row; of draft rows all:
+            [B, M, Vd] and [B, M, H].
         """
 
     def supervised_rows(self, batch: Batch) -> list[Tensor]:

@@ -25,7 +25,7 @@ from . import alignment, losses
 from .base import Batch, Cache, DraftHead, Needs, StepStats, TargetParts, rms_norm
 from .config import HeadConfig, default_layer_ids
 from .registry import Family
-from .unrolled import attend, cached_attention, lay_out, to_documents
+from .unrolled import attend, cached_attention, lay_out, to_documents, visible_rows
 from .vocab import DraftVocab
 
 # What the family's formulas fix; a config that says otherwise belongs to another head.
@@ -258,7 +258,13 @@ class Eagle3Head(DraftHead):
         return Cache(zeros, zeros.clone(), torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward_step(
-        self, cache: Cache, embeds: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None
+        self,
+        cache: Cache,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        valid: Tensor | None,
+        seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DraftHead.forward_step."""
         b, m = embeds.shape[:2]
@@ -270,18 +276,18 @@ class Eagle3Head(DraftHead):
         index = torch.arange(b, device=embeds.device)[:, None]
         cache.keys[index, :, slots] = k
         cache.values[index, :, slots] = v
-        visible = torch.arange(longest, device=embeds.device) <= slots[..., None]
-        last = cached_attention(q, cache.keys[:b, :, :longest], cache.values[:b, :, :longest], visible)
+        visible = visible_rows(cache.lengths[:b], slots, seen, longest)
+        attended = cached_attention(q, cache.keys[:b, :, :longest], cache.values[:b, :, :longest], visible)
         if valid is None:
-            cache.drafted += 1
+            cache.drafted += m
         else:
             pick = (valid - 1)[:, None, None]
-            last = last.gather(1, pick.expand(-1, 1, last.shape[-1]))
+            attended = attended.gather(1, pick.expand(-1, 1, attended.shape[-1]))
             hidden = hidden.gather(1, pick.expand(-1, 1, hidden.shape[-1]))
             cache.lengths[:b] += valid
             cache.longest += m
-        state = self._finish(hidden, last)
-        return self.lm_head(rms_norm(state[:, 0], self.norm, self.config.rms_norm_eps)), state
+        state = self._finish(hidden, attended)
+        return self.lm_head(rms_norm(state, self.norm, self.config.rms_norm_eps)), state
 
 
 def _activation(name: str) -> Any:

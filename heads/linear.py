@@ -29,6 +29,42 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+class _Siblings:
+    """Linear layers that read the same tensor, packed as one; the first one called computes for all."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        weight = torch.cat([x.weight.detach() for x in linears])
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self.bias = torch.cat([x.bias.detach() for x in linears]) if linears[0].bias is not None else None
+        self.sizes = [x.out_features for x in linears]
+        self.input: Tensor | None = None
+        self.outputs: list[Tensor] = []
+
+    def run(self, number: int, x: Tensor) -> Tensor:
+        """Output of layer `number`; the others of this very tensor are taken from what the first one left."""
+        if number == 0 or x is not self.input:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            self.input, self.outputs = x, list(out.split(self.sizes, -1))
+        mine = self.outputs[number]
+        if number == len(self.sizes) - 1:
+            self.input, self.outputs = None, []
+        return mine
+
+
+class PackedSibling(nn.Module):
+    """One layer of a `_Siblings`."""
+
+    def __init__(self, linear: nn.Linear, shared: _Siblings, number: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.shared, self.number = shared, number
+        self.weight, self.bias = None, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return self.shared.run(self.number, x)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Say whether this torch has the packed operators for this device and dtype."""
     return (
@@ -39,10 +75,22 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+# Children that read the same tensor, in the order in which a model calls them.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
+
+
 def pack_linears(model: nn.Module, keep: nn.Module | None) -> int:
     """Replace every `nn.Linear` below `model`; `keep` (the output head) also keeps its plain weight."""
     count = 0
     for module in list(model.modules()):
+        children = dict(module.named_children())
+        for names in _SIBLINGS:
+            linears = [x for x in map(children.get, names) if isinstance(x, nn.Linear) and type(x) is nn.Linear]
+            if len(linears) == len(names) and len({(x.in_features, x.bias is None) for x in linears}) == 1:
+                shared = _Siblings(linears)
+                for i, name in enumerate(names):
+                    setattr(module, name, PackedSibling(linears[i], shared, i))
+                count += len(names)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child, keep=child is keep))

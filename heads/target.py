@@ -49,7 +49,8 @@ class Target:
 
     Attributes:
         id: hub id or folder it was loaded from; revision: hub commit or None.
-        n_layers, hidden_size, vocab_size, max_positions: shapes.
+        n_layers, hidden_size, vocab_size: shapes.
+        max_positions: most tokens of a sequence; context_reason: why they are fewer than the model allows, or "".
         eos_ids: token ids that end an answer.
     """
 
@@ -61,11 +62,11 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.n_layers: int = self.config.num_hidden_layers
-        self.body = model.base_model
+        self.body = _body(model)
         self.layers, self.final_norm = _layers_and_norm(self.body, self.n_layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.max_positions: int = self.config.max_position_embeddings
+        self.max_positions, self.context_reason = _context(self.config)
         self.eos_ids = _eos_ids(model, tokenizer)
         # sdpa where the architecture has it, else eager (score caps, sinks)
         self.own_attention: str = model.config._attn_implementation
@@ -331,12 +332,38 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     return found
 
 
+def _body(model: Any) -> Any:
+    """The text decoder of a causal model; Llama-4's says that it is its own."""
+    body = model.get_decoder()
+    return model.model if body is model else body
+
+
+# What architectures call their list of decoder layers and the norm behind it.
+_LAYERS, _NORMS = ("layers", "h", "blocks"), ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
+
+
 def _layers_and_norm(body: Any, n_layers: int) -> tuple[nn.ModuleList, Any]:
-    layers = getattr(body, "layers", None)
-    norm = getattr(body, "norm", None)
+    body = getattr(body, "decoder", body)  # OPT
+    layers = next((x for x in (getattr(body, name, None) for name in _LAYERS) if x is not None), None)
+    norm = next((x for x in (getattr(body, name, None) for name in _NORMS) if x is not None), None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != n_layers or norm is None:
         raise DraftsmithError(
             f"{type(body).__name__} has no plain list of decoder layers followed by a norm; "
             "this model can't be a target yet"
         )
     return layers, norm
+
+
+def _context(config: Any) -> tuple[int, str]:
+    """Most positions of a sequence, and why they are fewer than the model's own.
+
+    Rope types that choose their angles by the longest sequence of a pass are kept on the near side of the boundary:
+    beyond it, every key that is cached already would have to be computed again.
+    """
+    most = getattr(config, "max_position_embeddings", None) or 2**31  # none: positions without a limit (ALiBi)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(r for r in rope.values() if isinstance(r, dict))):  # one, or one for each kind of layer
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            near = one.get("original_max_position_embeddings") or most
+            return min(most, near), f" (of {most}, up to which its {one['rope_type']!r} rope keeps one set of angles)"
+    return most, ""

@@ -93,3 +93,19 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -
     mask = visible[:, None, None].expand(b, 1, heads // kv, m, -1).reshape(b, 1, -1, visible.shape[-1])
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
     return out.view(b, kv, heads // kv, m, dim).permute(0, 3, 1, 2, 4).reshape(b, m, heads * dim)
+
+
+def visible_rows(lengths: Tensor, slots: Tensor, seen: Tensor | None, size: int) -> Tensor:
+    """Which of the first `size` cache slots new rows may read: bool [B, M, size].
+
+    Args:
+        lengths: [B] committed rows, which every row sees; slots: [B, M] where the new rows lie.
+        seen: bool [B, M, D], which of the D rows behind the committed ones each row sees; None = all up to itself.
+    """
+    at = torch.arange(size, device=lengths.device)
+    if seen is None:
+        return at <= slots[..., None]
+    behind = at - lengths[:, None]  # [B, size]
+    inside = behind.clamp(0, seen.shape[2] - 1)[:, None].expand(-1, seen.shape[1], -1)
+    drafted = seen.gather(2, inside) & (behind < seen.shape[2])[:, None]
+    return (behind < 0)[:, None] | drafted

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.decoder import loop
+from draftsmith.eval.decoder.drafters import make_drafter
+from draftsmith.eval.decoder.drafters.draft_model import DraftModelDrafter
 from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
-from draftsmith.eval.decoder.loop import Request, Result, StepTimer, decode
-from draftsmith.eval.decoder.types import Drafter, TokenTree, Verdict
+from draftsmith.eval.decoder.drafters.lookahead import LookaheadDrafter
+from draftsmith.eval.decoder.drafters.plain import PlainDrafter
+from draftsmith.eval.decoder.drafters.prompt_lookup import PromptLookupDrafter
+from draftsmith.eval.decoder.drafters.union import UnionDrafter
+from draftsmith.eval.decoder.loop import Request, Result, decode
+from draftsmith.eval.decoder.sampling import Draws, SlotSampling
+from draftsmith.eval.decoder.search import Chain, Dynamic, Shape, Static
+from draftsmith.eval.decoder.types import Drafter, HostStep, TokenTree, Verdict
 from draftsmith.heads.base import DraftHead, Needs
 from draftsmith.heads.eagle3 import Eagle3Head, eagle3_config
 from draftsmith.heads.vocab import DraftVocab
@@ -69,10 +78,10 @@ class Scripted(Drafter):
         super().begin(slot, tokens, aux, last)  # type: ignore[safe-super]
         self.at[slot] = (self.truth[tuple(tokens[:-1].tolist())], 1)
 
-    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, lengths: list[int]) -> None:
-        super().commit(tree, verdict, aux, last, lengths)  # type: ignore[safe-super]
-        for i, n in enumerate(verdict.n_accepted.tolist()):
-            self.at[i] = (self.at[i][0], self.at[i][1] + n + 1)
+    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
+        super().commit(tree, verdict, aux, last, step)  # type: ignore[safe-super]
+        for i, new in enumerate(step.emitted):
+            self.at[i] = (self.at[i][0], self.at[i][1] + len(new))
 
     def release(self, slot: int, last: int) -> None:
         super().release(slot, last)  # type: ignore[safe-super]
@@ -125,46 +134,97 @@ class RandomTreeDrafter(Scripted, _Silent):
     """Random trees of `nodes` nodes, no network."""
 
     def __init__(self, truth: Truth, nodes: int, right: float = 0.8, seed: int = 0) -> None:
-        self.depth = nodes - 1
+        self.depth, self.rows = nodes - 1, nodes
         self.script(truth, right, seed)
 
-    def propose(self, roots: Tensor) -> TokenTree:
-        return self.random_tree(roots, self.depth + 1)
+    def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
+        return self.random_tree(roots, self.rows)
 
 
 class RandomTreeEagle3(Scripted, Eagle3Drafter):
     """The real drafter's cache and commit under random trees."""
 
-    def propose(self, roots: Tensor) -> TokenTree:
-        super().propose(roots)  # its draft rows lie in the cache and must never be kept
-        return self.random_tree(roots, self.depth + 1)
+    def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
+        super().propose(roots, draws)  # its draft rows lie in the cache and must never be kept
+        return self.random_tree(roots, self.rows)
 
 
 class ScriptedEagle3(Scripted, Eagle3Drafter):
-    """The real chain drafter with some of its guesses made right."""
+    """The real drafter with some of its guesses made right."""
 
-    def propose(self, roots: Tensor) -> TokenTree:
-        tree = super().propose(roots)
+    def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
+        tree = super().propose(roots, draws)
+        first = tree.parent[:, :, None] == tree.parent[:, None]  # the first child of each node is the one made right
+        eldest = ~(first & torch.ones_like(first[0]).tril(-1)).any(-1)
         for i in range(len(roots)):
-            for d in range(1, self.depth + 1):
-                if self.coin(self.right):
-                    tree.tokens[i, d] = self.token(i, d)
+            for node in range(1, tree.tokens.shape[1]):
+                if bool(eldest[i, node]) and self.coin(self.right):
+                    tree.tokens[i, node] = self.token(i, int(tree.depth[i, node]))
         return tree
 
 
+SHAPES: dict[str, Shape] = {
+    "chain": Chain(4), "static": Static([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]), "dynamic": Dynamic(4, 3, 12),
+    "top": Chain(3, sampled=False),
+}  # fmt: skip
+NAMES = ["plain", "lookup", "lookahead", "union-lookahead"]
+NAMES += [f"{kind}-{shape}" for shape in SHAPES for kind in ("head", "model", "union")]
+
+
+def every_drafter(target: Any) -> dict[str, Drafter]:
+    """Every drafter there is by its name in NAMES: a random head, the target as its own draft model, each tree."""
+    head = random_head(target)
+    made: dict[str, Drafter] = {
+        "plain": PlainDrafter(), "lookup": PromptLookupDrafter(), "lookahead": LookaheadDrafter(),
+        "union-lookahead": UnionDrafter(LookaheadDrafter(), PromptLookupDrafter()),
+    }  # fmt: skip
+    for name, shape in SHAPES.items():
+        made[f"head-{name}"] = make_drafter(head, target.embed, shape)
+        made[f"model-{name}"] = DraftModelDrafter(target, target, shape)
+        made[f"union-{name}"] = UnionDrafter(make_drafter(head, target.embed, shape), PromptLookupDrafter(tokens=4))
+    assert list(made) == NAMES
+    return made
+
+
 def random_head(target: Any, seed: int = 0, size: int = 200) -> DraftHead:
-    """An untrained EAGLE-3 head for a target (any architecture: only shapes and a rope are taken from it)."""
+    """An untrained EAGLE-3 head for a target of any architecture: only shapes are taken from it."""
+    from transformers import LlamaConfig
+
     g = torch.Generator().manual_seed(seed)
+    c = target.config
+    shapes = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, head_dim=16,
+        num_hidden_layers=c.num_hidden_layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=c.max_position_embeddings,
+    )  # fmt: skip
     vocab = DraftVocab(torch.randperm(target.vocab_size, generator=g)[:size].sort().values, target.vocab_size)
     config = eagle3_config(
-        target.config, vocab, target_id="t", target_revision=None, target_fingerprint="f", chat_template_sha256=None,
-        trained_length=64, layer_ids=[1, 2, 3], hidden_act="silu", rope={"rope_type": "default", "rope_theta": 1e4},
+        shapes, vocab, target_id="t", target_revision=None, target_fingerprint="f", chat_template_sha256=None,
+        trained_length=64, layer_ids=[1, 2, 3],
     )  # fmt: skip
     head = Eagle3Head(config, vocab)
     with torch.no_grad():
         for w in head.parameters():
             w.copy_(torch.randn(w.shape, generator=g) * (0.3 if w.ndim == 1 else w.shape[-1] ** -0.5) + (w.ndim == 1))
     return head
+
+
+def first_layers_of(target: Any, count: int, folder: Path) -> Any:
+    """A draft model: the target's first layers with its norm, output head and tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    from draftsmith.eval.bench import first_layers
+    from draftsmith.heads.target import Target
+
+    whole = AutoModelForCausalLM.from_pretrained(target.id, dtype=target.dtype)
+    first_layers(whole, count).save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), dtype=target.dtype, device=str(target.device))
+
+
+def greedy_draws(lengths: list[int], vocab: int) -> Draws:
+    """What `propose` is given for greedy sequences of these lengths."""
+    return SlotSampling(len(lengths), vocab, torch.device("cpu")).draws(0, len(lengths), torch.tensor(lengths) - 1)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -250,7 +310,7 @@ def check_head_cache(target: Any, drafter: Eagle3Drafter, head: DraftHead, slot:
     close(drafter.cache.keys[slot, :, :n], cache.keys[0], f"head K, slot {slot}")
     close(drafter.cache.values[slot, :, :n], cache.values[0], f"head V, slot {slot}")
     close(drafter.state[slot], state[0], f"recycled state, slot {slot}")
-    assert int(drafter.first[slot]) == int(head.target_ids[logits[0].argmax()])
+    close(drafter.logits[slot], logits[0, -1], f"logits of the first draft, slot {slot}")
 
 
 def check_cache_truth(
@@ -258,13 +318,13 @@ def check_cache_truth(
 ) -> int:
     """After every step, for every sequence; returns how many drafts were accepted."""
     requests = [Request(f"r{i}", list(p), limits(i)) for i, p in enumerate(truth)]
-    session = loop._Session(target, drafter, slots, 512, StepTimer(), None)
+    session = loop._Session(target, drafter, slots, 512)
     accepted = 0
     with target.capture(drafter.needs) as states:
         session.watch(states)
         while requests or session.running:
             while requests and len(session.running) < slots:
-                session.admit(requests.pop(0))
+                session.admit([requests.pop(0)])
             done = session.step() if session.running else []
             for slot, run in enumerate(session.running):
                 tokens = run.request.tokens + run.tokens
@@ -280,14 +340,14 @@ def check_cache_truth(
 @torch.inference_mode()
 def check_chain_drafts(target: Any, head: DraftHead, reference: Any, lengths: list[int], depth: int) -> None:
     """The tokens that the drafter proposes are the oracle's own greedy drafts, deeper than it was trained, too."""
-    drafter = Eagle3Drafter(head, target.embed, depth)
+    drafter = Eagle3Drafter(head, target.embed, Chain(depth))
     drafter.allocate(len(lengths), 64)
     texts = random_prompts(target, lengths, seed=4)
     needs = Needs(head.needs.layer_ids)
     features = [target.states(torch.tensor([t[:-1]]), needs)[0][0] for t in texts]
     for slot, (text, aux) in enumerate(zip(texts, features, strict=True)):
         drafter.begin(slot, torch.tensor(text), aux, None)
-    tree = drafter.propose(torch.tensor([t[-1] for t in texts]))
+    tree = drafter.propose(torch.tensor([t[-1] for t in texts]), greedy_draws(lengths, target.vocab_size))
     assert tree.tokens.shape == (len(texts), depth + 1)
     weights = {n: w.double() for n, w in head.named_parameters()}
     ids = head.vocab.target_ids.tolist()

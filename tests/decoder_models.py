@@ -36,6 +36,22 @@ def make_model(kind: str) -> Any:
     if kind == "gpt_oss":
         config = tf.GptOssConfig(**_shared(sliding_window=WINDOW, num_local_experts=3, num_experts_per_tok=2))
         return tf.GptOssForCausalLM(config)
+    if kind == "gpt_neox":
+        return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_shared(rotary_pct=0.5)))
+    if kind == "bloom":
+        return tf.BloomForCausalLM(
+            tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2, eos_token_id=2)
+        )
+    if kind == "mamba":
+        config = tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=2)
+        return tf.MambaForCausalLM(config)
+    if kind == "phi3":
+        near, factors = 40, [1.0 + i for i in range(8)]
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": factors}
+        rope |= {"original_max_position_embeddings": near, "partial_rotary_factor": 1.0}
+        shape = _shared(hidden_size=64, rope_parameters=rope, original_max_position_embeddings=near)
+        config = tf.Phi3Config(**shape)
+        return tf.Phi3ForCausalLM(config)
     if kind == "llama4":
         config = tf.Llama4TextConfig(
             **_shared(intermediate_size_mlp=64, num_local_experts=2, num_experts_per_tok=1, attention_chunk_size=WINDOW)

@@ -161,11 +161,11 @@ def cached_drafts(case: Case, doc: Document, rows: list[int], steps: int) -> lis
     cache.longest = int(half.max())
     logits, state = feed(half, rest)
     cache.longest = int(counts.max())
-    out = [logits]
+    out = [logits[:, 0]]
     for s in range(1, steps):
         read = embed[tokens[torch.tensor(rows) + 1 + s]][:, None]
         logits, state = head.forward_step(cache, read, state, (counts + s - 1)[:, None], None)
-        out.append(logits)
+        out.append(logits[:, 0])
     assert torch.equal(cache.lengths, counts), "draft rows must not stay in the cache"
     return out
 

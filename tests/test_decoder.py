@@ -18,12 +18,13 @@ from draftsmith.eval.decoder.drafters import make_drafter
 from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
 from draftsmith.eval.decoder.drafters.plain import PlainDrafter
 from draftsmith.eval.decoder.loop import Request, StepTimer, decode
+from draftsmith.eval.decoder.search import Chain
 from draftsmith.heads.base import Needs
 from draftsmith.heads.target import Target
 
 LENGTHS = [1, 9, 14, 3, 22, 6, 11]  # the windows of the windowed models hold 8
 NEW = 16
-OTHERS = ["qwen3", "mistral", "gemma3", "gemma2", "gpt_oss"]
+OTHERS = ["qwen3", "mistral", "gemma3", "gemma2", "gpt_oss", "gpt_neox"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_target_cache_is_a_fresh_prefill_under_random_trees(
 
 @pytest.mark.parametrize("kind", [RandomTreeEagle3, ScriptedEagle3])
 def test_head_cache_is_a_fresh_prefill(tiny_target: Any, truth: checks.Truth, head: Any, kind: type) -> None:
-    drafter = kind(head, tiny_target.embed, 5).script(truth, 0.8)
+    drafter = kind(head, tiny_target.embed, Chain(5)).script(truth, 0.8)
     assert checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head) > 20
 
 
@@ -85,7 +86,7 @@ def test_plain_decoding_is_dense_greedy(tiny_target: Any, truth: checks.Truth, s
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
 def test_chains_are_lossless(tiny_target: Any, truth: checks.Truth, head: Any, depth: int, slots: int) -> None:
     for right in (0.6, 1.0):
-        drafter = ScriptedEagle3(head, tiny_target.embed, depth).script(truth, right)
+        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, right)
         results = checks.check_lossless(tiny_target, drafter, truth, slots, limits)
         steps = [s for r in results for s in r.steps]
         assert all(s.drafted == depth for s in steps)
@@ -105,9 +106,8 @@ def test_other_architectures_are_lossless(other: tuple[Any, checks.Truth], slots
     target, truth = other
     checks.check_lossless(target, PlainDrafter(), truth, slots, limits)
     checks.check_lossless(target, RandomTreeDrafter(truth, 11), truth, slots, limits)
-    if not target.config.model_type.startswith("gemma"):  # no head is made for it yet
-        drafter = ScriptedEagle3(random_head(target), target.embed, 4).script(truth, 0.7)
-        checks.check_lossless(target, drafter, truth, slots, limits)
+    drafter = ScriptedEagle3(random_head(target), target.embed, Chain(4)).script(truth, 0.7)
+    checks.check_lossless(target, drafter, truth, slots, limits)
 
 
 def test_drafts_are_the_oracles(tiny_target: Any, head: Any) -> None:
@@ -115,7 +115,7 @@ def test_drafts_are_the_oracles(tiny_target: Any, head: Any) -> None:
 
 
 def test_an_untrained_head_through_its_family_is_lossless(tiny_target: Any, truth: checks.Truth, head: Any) -> None:
-    checks.check_lossless(tiny_target, make_drafter(head, tiny_target.embed, 3), truth, 3, limits)
+    checks.check_lossless(tiny_target, make_drafter(head, tiny_target.embed, Chain(3)), truth, 3, limits)
 
 
 # --- where answers end ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_an_answer_ends_at_a_stop_token_inside_an_accepted_block(
     # with K = 5 all right, a step emits tokens 1..6, 7..12, ...: these stops lie inside the first and second block
     stops = [texts[0][3], texts[1][8], texts[2][5]]
     monkeypatch.setattr(tiny_target, "eos_ids", stops)
-    drafter = ScriptedEagle3(head, tiny_target.embed, 5).script(truth, 1.0)
+    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(5)).script(truth, 1.0)
     results = checks.check_lossless(tiny_target, drafter, truth, slots, limits)
     assert {r.finish for r in results[:3]} == {"eos"}
     assert any(r.steps[-1].emitted < r.steps[-1].accepted + 1 for r in results[:3])
@@ -147,7 +147,7 @@ def test_an_answer_may_end_with_its_first_token(
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_max_new_tokens_is_exact(tiny_target: Any, truth: checks.Truth, head: Any, slots: int) -> None:
-    drafter = ScriptedEagle3(head, tiny_target.embed, 5).script(truth, 1.0)
+    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(5)).script(truth, 1.0)
     results = checks.check_lossless(tiny_target, drafter, truth, slots, lambda i: i + 1)
     assert [len(r.tokens) for r in results] == list(range(1, len(LENGTHS) + 1))
 
@@ -158,7 +158,7 @@ def test_the_last_cache_row_can_be_used(tiny_target: Any, head: Any) -> None:
     prompts = random_prompts(tiny_target, [512 - depth - 1 - new, 4], seed=5)
     truth = make_truth(tiny_target, prompts, new + depth + 1)
     for slots in (1, 2):
-        drafter = ScriptedEagle3(head, tiny_target.embed, depth).script(truth, 1.0)
+        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, 1.0)
         checks.check_lossless(tiny_target, drafter, truth, slots, lambda _: new)
 
 
@@ -170,7 +170,7 @@ def test_prompts_are_read_in_chunks(
     tiny_target: Any, truth: checks.Truth, head: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "PREFILL_ROWS", rows)
-    drafter = ScriptedEagle3(head, tiny_target.embed, 3).script(truth, 0.6)
+    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.6)
     checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
     checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
     check_records(tiny_target, truth)
@@ -192,7 +192,7 @@ def test_a_shared_beginning_is_copied_not_run_again(
         return forward(target, tokens, *args, **kwargs)
 
     monkeypatch.setattr(prefill, "forward_with_cache", counted)
-    drafter = ScriptedEagle3(head, tiny_target.embed, 3).script(truth, 0.6)
+    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.6)
     checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
     assert rows == [25, 9, 3, 1, 5, 14]
     checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
@@ -205,7 +205,7 @@ def test_chains_have_the_bits_of_plain_decoding(
     """B = 1, fp32: the logits of every emitted token are bit-identical whatever the drafts."""
     plain = logits_by_position(tiny_target, PlainDrafter(), truth, monkeypatch)
     for depth in (1, 2, 3, 4, 5, 7):
-        drafter = ScriptedEagle3(head, tiny_target.embed, depth).script(truth, 0.8, seed=depth)
+        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, 0.8, seed=depth)
         chain = logits_by_position(tiny_target, drafter, truth, monkeypatch)
         shared = set(plain) & set(chain)
         assert len(shared) == len(plain)
@@ -218,18 +218,20 @@ def logits_by_position(
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Logits that gave each answer token: (prompt number, token number) -> [V]."""
     found: dict[tuple[int, int], torch.Tensor] = {}
-    verify = loop.verify_greedy
+    verify = loop.verify
     where = [0, 1]
 
-    def listen(tree: Any, logits: torch.Tensor) -> Any:
-        verdict = verify(tree, logits)
+    def listen(tree: Any, logits: torch.Tensor, *args: Any) -> Any:
+        verdict = verify(tree, logits, *args)
+        if len(args) == 1:  # the prompt's last row
+            return verdict
         for i in range(int(verdict.n_accepted[0]) + 1):
             found[where[0], where[1] + i] = logits[0, i].clone()
         where[1] += int(verdict.n_accepted[0]) + 1
         return verdict
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "verify_greedy", listen)
+        patch.setattr(loop, "verify", listen)
         for number, prompt in enumerate(list(truth)[:4]):
             where[:] = [number, 1]
             for _ in decode(target, drafter, [Request("r", list(prompt), NEW)], slots=1, capacity=512):
@@ -303,7 +305,7 @@ def test_requests_are_taken_as_slots_become_free(tiny_target: Any, truth: checks
 
 def test_the_timer_holds_the_parts_of_a_step(tiny_target: Any, truth: checks.Truth, head: Any) -> None:
     timer = StepTimer()
-    drafter = Eagle3Drafter(head, tiny_target.embed, 2)
+    drafter = Eagle3Drafter(head, tiny_target.embed, Chain(2))
     requests = [Request("r", list(next(iter(truth))), 12)]
     (result,) = decode(tiny_target, drafter, requests, slots=1, capacity=64, timer=timer)
     assert timer.steps == len(result.steps)

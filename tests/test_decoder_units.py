@@ -1,4 +1,4 @@
-"""Pieces of the decoder alone: verification, trees, packed linears, the probe at load time, refused requests."""
+"""Pieces of the decoder alone: trees, cache, packed linears, the probe at load time, refused requests."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_checks import RandomTreeDrafter, brute_force_walk
+from decoder_checks import RandomTreeDrafter, check_lossless, make_truth, random_prompts
 from decoder_models import save_model
-from tiny import make_tiny_tokenizer
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.decoder.cache import TreeCache
-from draftsmith.eval.decoder.drafters import make_drafter
 from draftsmith.eval.decoder.drafters.plain import PlainDrafter
 from draftsmith.eval.decoder.loop import Request, decode
-from draftsmith.eval.decoder.probe import check_target
-from draftsmith.eval.decoder.types import TokenTree, chain
-from draftsmith.eval.decoder.verify import verify_greedy
+from draftsmith.eval.decoder.types import TokenTree, chain, unpack_ancestors
 from draftsmith.heads.linear import PackedLinear, can_pack, pack_linears
-from draftsmith.heads.target import Target
+from draftsmith.heads.target import Target, _context
 
-# --- trees and verification -------------------------------------------------------------------------------------------
+# --- trees and cache -------------------------------------------------------------------------------------------
 
 
 def random_trees(seed: int, nodes: int, batch: int = 5) -> TokenTree:
@@ -35,32 +31,21 @@ def random_trees(seed: int, nodes: int, batch: int = 5) -> TokenTree:
     return tree
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 9, 20])
+@pytest.mark.parametrize("nodes", [1, 2, 9, 20, 64, 65, 150])
 def test_ancestors_are_the_path_to_the_root(nodes: int) -> None:
-    for tree in (random_trees(nodes, nodes), chain(torch.zeros(5, nodes, dtype=torch.int64))):
-        seen = tree.ancestors()
-        for b in range(5):
-            for i in range(nodes):
-                path, at = {i}, i
-                while at > 0:
-                    at = int(tree.parent[b, at])
-                    path.add(at)
-                assert seen[b, i].nonzero().flatten().tolist() == sorted(path)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_greedy_verification_walks_the_tree(seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    nodes = 3 + 4 * seed
-    for tree in (random_trees(seed, nodes), chain(torch.randint(0, 3, (5, nodes), generator=g))):
-        logits = torch.randint(0, 4, (5, nodes, 6), generator=g).float()  # coarse: exact ties, the lowest id wins
-        verdict = verify_greedy(tree, logits)
-        for b in range(5):
-            path, bonus = brute_force_walk(tree, logits, b)
-            assert int(verdict.n_accepted[b]) == len(path) - 1
-            assert verdict.path[b, : len(path)].tolist() == path
-            assert set(verdict.path[b, len(path) :].tolist()) <= {path[-1]}
-            assert int(verdict.bonus[b]) == bonus
+    tree = random_trees(nodes, nodes)
+    packed = tree.ancestors()
+    assert packed is not None
+    assert packed.shape == (5, nodes, -(-nodes // 64))
+    seen = unpack_ancestors(packed, nodes)
+    for b in range(5):
+        for i in range(nodes):
+            path, at = {i}, i
+            while at > 0:
+                at = int(tree.parent[b, at])
+                path.add(at)
+            assert seen[b, i].nonzero().flatten().tolist() == sorted(path)
+    assert chain(torch.zeros(5, nodes, dtype=torch.int64)).ancestors() is None
 
 
 def test_accepted_rows_are_compacted_together() -> None:
@@ -124,6 +109,38 @@ def test_packing_replaces_every_linear_and_keeps_the_output_heads_weight() -> No
     assert not can_pack(torch.device("cuda"), torch.float32)
 
 
+class Attention(torch.nn.Module):
+    """Three layers that usually read one tensor."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(48, n, bias=bias) for n in (64, 32, 40))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.q_proj(x), self.k_proj(y), self.v_proj(x)), -1)
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no packed linear")
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_layers_that_read_one_tensor_are_packed_as_one(bias: bool) -> None:
+    torch.manual_seed(1)
+    plain = Attention(bias)
+    packed = copy.deepcopy(plain)
+    assert pack_linears(packed, keep=None) == 3
+    assert packed.q_proj.shared is packed.v_proj.shared
+    x, y = torch.randn(7, 48), torch.randn(7, 48)
+    for other in (x, y, x.clone()):  # the same tensor, another one, an equal one
+        torch.testing.assert_close(packed(x, other), plain(x, other), rtol=1e-5, atol=1e-5)
+    x.mul_(2)  # changed in place since the last call: read again
+    torch.testing.assert_close(packed(x, x), plain(x, x), rtol=1e-5, atol=1e-5)
+    assert packed.q_proj.shared.input is None
+    alone = torch.cat([packed(x[i : i + 1], x[i : i + 1]) for i in range(7)])
+    assert torch.equal(packed(x, x), alone)
+    for name in ("v_proj", "k_proj", "q_proj"):  # in another order
+        torch.testing.assert_close(getattr(packed, name)(x), getattr(plain, name)(x), rtol=1e-5, atol=1e-5)
+
+
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +178,19 @@ def test_a_model_that_ignores_the_attention_interface_is_refused(own_target: Any
         return layer.o_proj(out.transpose(1, 2).reshape(b, n, -1)), None
 
     layer.forward = forward
+    refuse(own_target, r"6 of 7 layers call the attention interface; the others have attention of their own")
+
+
+def test_a_model_that_counts_positions_itself_is_refused(own_target: Any) -> None:
+    """One layer turns its queries and keys by the row's number in the pass, whatever position_ids say."""
+    layer, rotary = own_target.layers[3].self_attn, own_target.body.rotary_emb
+    forward = layer.forward
+
+    def counting(hidden_states: Any, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = torch.arange(hidden_states.shape[1])[None]
+        return forward(hidden_states, rotary(hidden_states, rows), *args, **kwargs)
+
+    layer.forward = counting
     refuse(own_target, r"logits of a tree pass differ from plain forwards by \d.*attention interface")
 
 
@@ -170,27 +200,52 @@ def test_a_layer_without_keys_is_refused_by_number(own_target: Any) -> None:
     refuse(own_target, r"layers \[2\] keep no K/V")
 
 
-def test_chunked_attention_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DraftsmithError):
-        check_target(Target.load(str(save_model("llama4", tmp_path)), dtype=torch.float32, device="cpu"))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama4", r"Llama4ForCausalLM: layers \[0, 1, 2\] attend in chunks of 8 tokens \(chunked_attention\)"),
+        ("bloom", r"BloomForCausalLM: 0 of 2 layers call the attention interface"),
+        ("mamba", r"MambaForCausalLM does not run with a cache of keys and values alone \(recurrent state"),
+    ],
+)
+def test_an_architecture_that_cannot_be_verified_is_refused_by_name(tmp_path: Path, kind: str, message: str) -> None:
+    target = Target.load(str(save_model(kind, tmp_path)), dtype=torch.float32, device="cpu")
+    refuse(target, message)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_layer_that_hides_its_window_is_refused(tmp_path: Path) -> None:
+    target = Target.load(str(save_model("gemma3", tmp_path)), dtype=torch.float32, device="cpu")
+    target.layers[2].self_attn.sliding_window = 4096
+    target.config.sliding_window = 8
+    refuse(target, "layer 2 has a sliding window of 8 but hands 4096")
+
+
+def test_a_rope_with_two_sets_of_angles_is_kept_on_the_near_side(tmp_path: Path) -> None:
+    """Up to the boundary longrope is an ordinary rope, drafts that look past it included; beyond it is refused."""
+    target = Target.load(str(save_model("phi3", tmp_path)), dtype=torch.float32, device="cpu")
+    assert target.max_positions == 40
+    prompts = random_prompts(target, [32, 5, 20])
+    truth = make_truth(target, prompts, 8)  # 32 + 8: the longest text ends at the boundary
+    for slots in (1, 3):
+        check_lossless(target, RandomTreeDrafter(truth, 9), truth, slots, lambda _: 8)
+    with pytest.raises(DraftsmithError, match=r"context of 40 \(of 256, up to which its 'longrope' rope keeps one set"):
+        list(decode(target, PlainDrafter(), [Request("r", [5] * 33, 8)], slots=1, capacity=64))
+
+
 @pytest.mark.parametrize("nested", [False, True])
-def test_rope_that_depends_on_the_longest_sequence_is_refused(own_target: Any, kind: str, nested: bool) -> None:
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+def test_a_dynamic_rope_is_bounded_too(own_target: Any, nested: bool) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
     plain = {"rope_type": "default", "rope_theta": 1e4}
     own_target.config.rope_parameters = {"full_attention": rope, "sliding_attention": plain} if nested else rope
-    refuse(own_target, f"rope type '{kind}'")
+    most, reason = _context(own_target.config)
+    assert most == 128
+    assert "'dynamic'" in reason
 
 
-def test_a_body_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(DraftsmithError, match="Bloom"):
-        Target.load(str(tmp_path), dtype=torch.float32, device="cpu")
+def test_a_body_without_a_list_of_layers_is_refused(own_target: Any) -> None:
+    del own_target.body.norm
+    with pytest.raises(DraftsmithError, match="LlamaModel has no plain list"):
+        Target(own_target.model, own_target.tokenizer, own_target.id, None)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -201,20 +256,16 @@ def test_a_body_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
     [
         (Request("q7", [], 5), "'q7' has an empty prompt"),
         (Request("q7", [5], 0), "'q7': max_new_tokens 0"),
-        (Request("q7", [5] * 500, 13), "'q7': prompt 500 . new 13 tokens exceed the target's context of 512"),
+        (
+            Request("q7", [5] * 500, 13),
+            "'q7': prompt 500 . new 13 tokens exceed the target's context of 512: with 13 new tokens a prompt may.*499",
+        ),
         (Request("q7", [5] * 30, 31), "'q7' needs 62 cache rows, the loop was given 61"),
     ],
 )
 def test_a_request_that_cannot_run_is_named(tiny_target: Any, request_: Request, message: str) -> None:
     with pytest.raises(DraftsmithError, match=message):
         list(decode(tiny_target, PlainDrafter(), [request_], slots=2, capacity=61))
-
-
-def test_a_draft_depth_of_nothing_is_refused(tiny_target: Any) -> None:
-    from decoder_checks import random_head
-
-    with pytest.raises(DraftsmithError, match="draft depth 0"):
-        make_drafter(random_head(tiny_target), tiny_target.embed, 0)
 
 
 def test_a_prompt_may_fill_the_whole_context(tiny_target: Any) -> None:

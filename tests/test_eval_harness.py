@@ -135,6 +135,13 @@ def test_an_answer_cut_short_is_no_tie(tiny_target, monkeypatch):
     assert check.check_outputs(tiny_target, [plain], [short], 2).verdict.startswith("FAILED")
 
 
+def test_lossy_answers_are_not_compared(tiny_target):
+    plain = harness.Bench(tiny_target, make_head(tiny_target)).decode(check_request(tiny_target), 0)
+    found = check.check_outputs(tiny_target, [plain], [dataclasses.replace(plain, lossy=True)], 2)
+    assert not found.passed
+    assert found.verdict.startswith("lossy: typical acceptance")
+
+
 def check_request(target):
     return harness.Request("a", target.tokenizer.encode("the quick brown fox"), 8)
 

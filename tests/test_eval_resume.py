@@ -181,6 +181,6 @@ def test_tuning_comes_back_as_it_was():
 
 
 def test_a_result_comes_back_without_its_states():
-    result = Result("a", [1, 2], [3, 4, 5], "length", [StepLog(4, 1, 2)], 0.1 + 0.2, torch.ones(4, 8))
+    result = Result("a", [1, 2], [3, 4, 5], "length", [StepLog(4, 1, 2)], 0.1 + 0.2, True, torch.ones(4, 8))
     again = result_from_dict(json.loads(json.dumps(result_to_dict(result))))
     assert again == dataclasses.replace(result, states=None)

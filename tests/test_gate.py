@@ -29,6 +29,7 @@ def test_the_default_target_is_learned_by_heart(source: Path, tmp_path: Path) ->
     from draftsmith.data_recipes.store import FeatureStore
     from draftsmith.eval.decoder.drafters import make_drafter
     from draftsmith.eval.decoder.loop import Request, decode
+    from draftsmith.eval.decoder.search import Chain
     from draftsmith.heads.base import Needs
     from draftsmith.heads.config import default_layer_ids
     from draftsmith.heads.registry import head_family
@@ -60,7 +61,7 @@ def test_the_default_target_is_learned_by_heart(source: Path, tmp_path: Path) ->
     documents = [store.document(i) for i in range(len(store)) if store.split(i) == "train"]
     assert len(documents) == SAMPLES
     requests = [Request(d.id, d.tokens[~d.answer].tolist(), max(int(d.answer.sum()) - DEPTH, 1)) for d in documents]
-    drafter = make_drafter(head, target.embed, DEPTH)
+    drafter = make_drafter(head, target.embed, Chain(DEPTH))
     results = list(decode(target, drafter, requests, slots=4, capacity=1024))
     steps = [s for r in results for s in r.steps]
     share = sum(s.accepted for s in steps) / (DEPTH * len(steps))

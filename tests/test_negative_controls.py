@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from families import make_case
 
 from draftsmith.eval.decoder.cache import StepContext, TreeCache
 from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
+from draftsmith.eval.decoder.search import Chain
 from draftsmith.eval.decoder.types import TokenTree, Verdict
 from draftsmith.heads import alignment, eagle3, target
 from draftsmith.heads.base import DraftHead, TargetParts
@@ -108,8 +110,8 @@ def rope_in_training(patch: Patch) -> None:
 def rope_in_drafting(patch: Patch) -> None:
     step = Eagle3Head.forward_step
 
-    def late(self: Any, cache: Any, embeds: Any, hidden: Any, positions: Any, valid: Any) -> Any:
-        return step(self, cache, embeds, hidden, positions + (valid is None), valid)
+    def late(self: Any, cache: Any, embeds: Any, hidden: Any, positions: Any, valid: Any, *seen: Any) -> Any:
+        return step(self, cache, embeds, hidden, positions + (valid is None), valid, *seen)
 
     patch.setattr(Eagle3Head, "forward_step", late)
 
@@ -275,11 +277,7 @@ def head(tiny_target: Any) -> Any:
 
 
 def visible_siblings(patch: Patch) -> None:
-    def all_before(self: TokenTree) -> torch.Tensor:
-        b, n = self.tokens.shape
-        return torch.ones(b, n, n, dtype=torch.bool).tril()
-
-    patch.setattr(TokenTree, "ancestors", all_before)
+    patch.setattr(TokenTree, "ancestors", lambda self: None)
 
 
 def uncompacted_rows(patch: Patch) -> None:
@@ -291,8 +289,8 @@ def positions_by_node(patch: Patch) -> None:
     """Nodes stand at their index instead of their depth."""
     step = TreeCache.step
 
-    def flat(self: Any, first: int, count: int, depth: torch.Tensor, ancestors: torch.Tensor) -> Any:
-        return step(self, first, count, torch.arange(depth.shape[1]).expand_as(depth), ancestors)
+    def flat(self: Any, first: int, count: int, depth: torch.Tensor, *rest: Any) -> Any:
+        return step(self, first, count, torch.arange(depth.shape[1]).expand_as(depth), *rest)
 
     patch.setattr(TreeCache, "step", flat)
 
@@ -313,8 +311,8 @@ def test_a_mistake_with_trees_is_caught(tiny_target: Any, truth: decoder_checks.
 
 def test_a_lost_window_is_caught(tmp_path: Any) -> None:
     def mistake(patch: Patch) -> None:
-        bias = StepContext.bias
-        patch.setattr(StepContext, "bias", lambda self, window, *rest: bias(self, None, *rest))
+        blocks = StepContext.blocks
+        patch.setattr(StepContext, "blocks", lambda self, window, *rest: blocks(self, None, *rest))
 
     mistral = Target.load(str(save_model("mistral", tmp_path)), dtype=torch.float32, device="cpu")
     texts = decoder_checks.make_truth(mistral, decoder_checks.random_prompts(mistral, [14]), 20)
@@ -330,7 +328,7 @@ def lost_bonus(patch: Patch) -> None:
     commit = Eagle3Drafter.commit
 
     def forgetful(self: Any, tree: TokenTree, verdict: Verdict, *rest: Any) -> None:
-        commit(self, tree, Verdict(verdict.path, verdict.n_accepted, tree.tokens[:, 0]), *rest)
+        commit(self, tree, dataclasses.replace(verdict, bonus=tree.tokens[:, 0]), *rest)
 
     patch.setattr(Eagle3Drafter, "commit", forgetful)
 
@@ -339,8 +337,8 @@ def kept_drafts(patch: Patch) -> None:
     """The head's rows of drafted tokens stay in its cache as if their features were the target's."""
     propose = Eagle3Drafter.propose
 
-    def keeping(self: Any, roots: torch.Tensor) -> TokenTree:
-        tree = propose(self, roots)
+    def keeping(self: Any, roots: torch.Tensor, draws: Any) -> TokenTree:
+        tree = propose(self, roots, draws)
         self.cache.keys[: len(roots), :, 2] += 0.1
         return tree
 
@@ -352,20 +350,21 @@ def test_a_mistake_with_the_heads_cache_is_caught(
     tiny_target: Any, truth: decoder_checks.Truth, head: Any, mistake: Mistake
 ) -> None:
     def check() -> None:
-        drafter = decoder_checks.ScriptedEagle3(head, tiny_target.embed, 3).script(truth, 0.7)
+        drafter = decoder_checks.ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.7)
         decoder_checks.check_cache_truth(tiny_target, drafter, truth, 2, lambda _: 8, head)
 
     must_fail(check, mistake)
 
 
 def absolute_ids(patch: Patch) -> None:
-    run = Eagle3Drafter._run
+    """d2t is read as offsets although it holds ids: column i stands for id i + ids[i]."""
+    start = Eagle3Drafter.__init__
 
-    def added(self: Any, *args: Any) -> Any:
-        guess, state = run(self, *args)
-        return (guess + self.head.draft_ids[guess]) % len(self.embed), state
+    def added(self: Any, head: Any, embed: Any, shape: Any) -> None:
+        start(self, head, embed, shape)
+        self.columns = (self.columns + torch.arange(len(self.columns))) % len(embed)
 
-    patch.setattr(Eagle3Drafter, "_run", added)
+    patch.setattr(Eagle3Drafter, "__init__", added)
 
 
 @pytest.mark.parametrize("mistake", [rope_in_drafting, swapped_norms, absolute_ids])

@@ -192,9 +192,10 @@ def sharpened(fit_arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def decoded_steps(target: Any, head: Any, documents: list[Any], new_tokens: int) -> list[Any]:
     from draftsmith.eval.decoder.drafters import make_drafter
     from draftsmith.eval.decoder.loop import Request, decode
+    from draftsmith.eval.decoder.search import Chain
 
     requests = [Request(d.id, d.tokens[~d.answer].tolist(), min(new_tokens, int(d.answer.sum()))) for d in documents]
-    found = decode(target, make_drafter(head, target.embed, 4), requests, slots=4, capacity=64)
+    found = decode(target, make_drafter(head, target.embed, Chain(4)), requests, slots=4, capacity=64)
     return [s for r in found for s in r.steps]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .cache import active_step
+from .cache import KeyBlock, active_step, cpu_attention
 
 NAME = "draftsmith_tree"
 # The CPU matrix kernels treat 1-3 rows differently from more: padding to 4 keeps a row's bits independent of how many
@@ -32,6 +33,9 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attend over prefix slots and tree ancestors.
 
+    Keys are read in blocks at fixed places; each gives an output and the log of its sum of exponentials, and these
+    are merged: no mask is ever longer than a block, and a row's bits don't depend on the rows beside it.
+
     Args:
         query: [B, H, N, D]; key, value: [B, Hk, S, D] cache views; the mask comes from the cache's open step.
         sliding_window: a key is visible iff pos_q - pos_k < window.
@@ -43,6 +47,7 @@ def tree_attention(
     context = active_step()
     if context is None:
         raise RuntimeError("tree attention runs only inside a TreeCache step")
+    context.layers.append(sliding_window)
     b, heads, n, dim = query.shape
     kv = key.shape[1]
     group = heads // kv
@@ -51,30 +56,72 @@ def tree_attention(
     if pad:
         q = F.pad(q, (0, 0, 0, pad))
     scale = dim**-0.5 if scaling is None else scaling
-    bias = context.bias(sliding_window, group, pad, query.dtype)
-    if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=bias, scale=scale)
+    blocks = context.blocks(sliding_window, group, pad, query.dtype)
+    fused = softcap is None and q.device.type == "cpu" and dim == value.shape[-1]
+    parts = (_fused(q, key, value, x, scale) if fused else _explicit(q, key, value, x, scale, softcap) for x in blocks)
+    if len(blocks) == 1 and s_aux is None:
+        out = next(parts)[0]
     else:
-        out = _explicit(q, key, value, bias, scale, softcap, s_aux, group, n, pad)
+        out = _merge(parts, blocks, None if s_aux is None else _sinks(s_aux, kv, n, pad))
     if pad:
         out = out[:, :, : group * n]
-    return out.reshape(b, kv, group, n, -1).flatten(1, 2).transpose(1, 2), None
+    return out.reshape(b, heads, n, -1).transpose(1, 2), None
+
+
+def _fused(q: Tensor, key: Tensor, value: Tensor, block: KeyBlock, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [B, Hk, R, D] and log of the summed exponentials [B, Hk, R]; 0 and 0 where nothing is visible."""
+    if block.stop - block.first < key.shape[2]:
+        part = slice(block.first, block.stop)
+        key, value = key[:, :, part], value[:, :, part]
+    return cpu_attention(q, key, value, block.bias, scale)
+
+
+def _sinks(s_aux: Tensor, kv: int, n: int, pad: int) -> Tensor:
+    """Sink logits [H] for the rows of each K/V head: [Hk, group*N + pad]."""
+    return F.pad(s_aux.float().view(kv, -1, 1).expand(-1, -1, n).flatten(1), (0, pad))
 
 
 def _explicit(
-    q: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None,
-    group: int, n: int, pad: int,
-) -> Tensor:  # fmt: skip
-    """Scores written out, for soft-capped scores and sinks; [B, Hk, group*n + pad, D]."""
-    scores = (q @ key.transpose(-1, -2)).float() * scale
+    q: Tensor, key: Tensor, value: Tensor, block: KeyBlock, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The same with the scores written out: for soft-capped scores, unequal K/V sizes and other devices."""
+    k, v = key[:, :, block.first : block.stop], value[:, :, block.first : block.stop]
+    scores = q @ k.transpose(-1, -2)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias
+    if block.bias is not None:
+        scores = scores + block.bias
+    lse = torch.logsumexp(scores, -1)
+    lse = torch.where(lse.isfinite(), lse, 0.0)
+    return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse
+
+
+def _merge(parts: Iterator[tuple[Tensor, Tensor]], blocks: list[KeyBlock], sinks: Tensor | None) -> Tensor:
+    """Weight the blocks' outputs by their sums of exponentials; a sink adds to the sum and gives nothing.
+
+    Blocks are taken one after the other, and one of which a row sees nothing changes none of its bits, wherever it
+    stands: it doesn't matter which blocks a pass leaves out.
+    """
+    mixed, most = next(parts)
+    most = _seen(most, blocks[0])
+    dtype, mixed, total = mixed.dtype, mixed.to(most.dtype), torch.ones_like(most)
+    for (out, lse), block in zip(parts, blocks[1:], strict=True):
+        lse = _seen(lse, block)
+        top = torch.maximum(most, lse)
+        old, new, most = torch.exp(most - top), torch.exp(lse - top), top
+        total = total * old + new
+        mixed = mixed * old[..., None] + out * new[..., None]
     if sinks is not None:
-        extra = sinks.float().view(1, -1, group, 1).expand(len(q), -1, -1, n).flatten(2)
-        scores = torch.cat((scores, F.pad(extra, (0, pad))[..., None]), -1)
-    p = torch.softmax(scores, -1)[..., : key.shape[2]]
-    return p.to(value.dtype) @ value
+        top = torch.maximum(most, sinks)
+        old = torch.exp(most - top)
+        total, mixed = total * old + torch.exp(sinks - top), mixed * old[..., None]
+    return (mixed / total[..., None]).to(dtype)
+
+
+def _seen(lse: Tensor, block: KeyBlock) -> Tensor:
+    """Log sums with the least of all values for rows that see nothing (finite: differences of two stay numbers)."""
+    return lse if block.alive is None else torch.where(block.alive, lse, -1e30)
 
 
 AttentionInterface.register(NAME, tree_attention)

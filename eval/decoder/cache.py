@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,49 +12,151 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-# Keys are read up to a multiple of this many slots. The CPU attention kernel works through keys in blocks of 512, and
-# its last bits depend on the width of the last block: a fixed width makes passes with different row counts
-# bit-identical. Large batches, where nothing is compared bit for bit, read less instead.
-_EXACT_GRANULE, _EXACT_BATCH, _LOOSE_GRANULE = 512, 8, 64
+from .types import WORD
+
+BLOCK = 512
+"""Keys that one attention call reads. Blocks start at multiples of it and are merged in order, so that a row's bits
+don't depend on where the rows beside it stand."""
+# The last block is read up to one of a few widths. For few sequences only those are used that this CPU's kernel gives
+# the same bits for; large batches, where nothing is compared bit for bit, may take any.
+_EXACT_BATCH, _GRANULE = 8, 64
+
+
+@functools.lru_cache
+def exact_widths(dtype: torch.dtype) -> tuple[int, ...]:
+    """Widths of a last block for which this CPU's attention kernel gives the bits of a whole block.
+
+    Matrix kernels split long sums, at places that depend on their length and on the CPU: it is asked, once a process.
+    """
+    g = torch.Generator().manual_seed(0)
+    found = [BLOCK]
+    for width in range(_GRANULE, BLOCK, _GRANULE):
+        same = True
+        for dim, rows in ((64, 4), (64, 24), (128, 12), (128, 64)):
+            q, k, v = (torch.randn(1, 2, n, dim, generator=g).to(dtype) for n in (rows, BLOCK, BLOCK))
+            for seen in (width - _GRANULE + 1, width - 7, width):
+                bias = torch.zeros(1, 1, rows, BLOCK, dtype=dtype).masked_fill_(torch.arange(BLOCK) >= seen, -torch.inf)
+                whole = cpu_attention(q, k, v, bias, 0.1)
+                part = cpu_attention(q, k[:, :, :width], v[:, :, :width], bias[..., :width], 0.1)
+                same = same and all(torch.equal(x, y) for x, y in zip(whole, part, strict=True))
+        found += [width] if same else []
+    return tuple(sorted(found))
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one key block on a CPU: output [B, H, R, D] and the log of the summed exponentials [B, H, R].
+
+    Rows that see no key give 0 and 0.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+
+
+@dataclass
+class KeyBlock:
+    """Cache slots first..stop-1 and who sees them.
+
+    Attributes:
+        bias: additive mask [count, 1, rows or 1, stop - first]; None where every row sees all of them.
+        alive: [count, 1, rows or 1] bool, rows that see any key of the block; None where all are known to.
+    """
+
+    first: int
+    stop: int
+    bias: Tensor | None
+    alive: Tensor | None
 
 
 @dataclass
 class StepContext:
     """What the attention function needs to know of one pass.
 
+    A key is visible iff it is a prefix slot or an ancestor, and pos_q - pos_k < window.
+
     Attributes:
         first, count: the cache rows (sequences) that run.
+        earlier: rows of this step that lie behind the lengths already; new ones follow.
+        lengths: [count] kept rows, and on the host.
+        depth: [count, T] position of each row of this step behind the length, T = earlier + N.
+        ancestors: packed masks [count, N, W] over the T rows, None = every row sees all before it.
+        span: slots up to which anything may be read.
+        positions: [count, N] position of each new row.
         slots: [count, N] cache slot of each new row.
-        start: common first slot where all sequences are equally long (a plain copy then), else None.
-        visible: [count, N, span] bool before any window.
-        positions: [count, N] position of each query; key_positions: [count, span].
+        start: slot of the first new row where it is the same in all sequences (a plain copy then), else None.
+        layers: window that each attention layer handed over, in call order.
     """
 
     first: int
     count: int
-    slots: Tensor
-    start: int | None
-    visible: Tensor
-    positions: Tensor
-    key_positions: Tensor
-    biases: dict[tuple[int | None, int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    earlier: int
+    lengths: Tensor
+    host_lengths: list[int]
+    depth: Tensor
+    ancestors: Tensor | None
+    span: int
+    positions: Tensor = field(init=False)
+    slots: Tensor = field(init=False)
+    start: int | None = field(init=False)
+    layers: list[int | None] = field(default_factory=list)
+    _blocks: dict[tuple[int | None, int, int, torch.dtype], list[KeyBlock]] = field(default_factory=dict)
 
-    def bias(self, window: int | None, group: int, pad: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [count, 1, group*N + pad, span]; shared by all layers with this window.
+    def __post_init__(self) -> None:
+        n = self.depth.shape[1] - self.earlier
+        self.positions = self.lengths[:, None] + self.depth[:, self.earlier :]
+        self.slots = self.lengths[:, None] + self.earlier + torch.arange(n, device=self.lengths.device)
+        host = self.host_lengths
+        self.start = host[0] + self.earlier if host.count(host[0]) == len(host) else None
 
-        A key is visible iff it is a prefix slot or an ancestor, and pos_q - pos_k < window.
-        """
+    def blocks(self, window: int | None, group: int, pad: int, dtype: torch.dtype) -> list[KeyBlock]:
+        """Key blocks for query rows [count, kv heads, group*N + pad]; shared by all layers with this window."""
         key = (window, group, pad, dtype)
-        if key not in self.biases:
-            visible = self.visible
-            if window is not None:
-                visible = visible & (self.positions[..., None] - self.key_positions[:, None] < window)
-            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-            bias = bias[:, None].expand(-1, group, -1, -1).flatten(1, 2)
-            if pad:
-                bias = torch.cat((bias, bias[:, :1].expand(-1, pad, -1)), 1)
-            self.biases[key] = bias[:, None].contiguous()
-        return self.biases[key]
+        if key not in self._blocks:
+            shortest, longest = min(self.host_lengths), max(self.host_lengths)
+            oldest = 0 if window is None else max(0, shortest - window + 1)
+            starts = range(oldest // BLOCK * BLOCK, self.span, BLOCK)
+            made = [self._block(at, min(at + BLOCK, self.span), shortest, longest, *key) for at in starts]
+            self._blocks[key] = made
+        return self._blocks[key]
+
+    def _block(
+        self, first: int, stop: int, shortest: int, longest: int,
+        window: int | None, group: int, pad: int, dtype: torch.dtype,
+    ) -> KeyBlock:  # fmt: skip
+        if stop <= shortest and window is None:
+            return KeyBlock(first, stop, None, None)
+        at = torch.arange(first, stop, device=self.lengths.device)
+        behind = at - self.lengths[:, None]  # [count, S]
+        visible = (behind < 0)[:, None]
+        if stop > shortest:
+            visible = visible | self._among_rows(behind)
+        if window is not None:
+            inside = behind.clamp(0, self.depth.shape[1] - 1)
+            keys = torch.where(behind >= 0, self.lengths[:, None] + self.depth.gather(1, inside), at)
+            visible = visible & (self.positions[..., None] - keys[:, None] < window)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=at.device).masked_fill_(~visible, float("-inf"))
+        alive = None if window is None and first < shortest else visible.any(-1)  # all see the prefix
+        if bias.shape[1] > 1:
+            bias = _each_head(bias, group, pad)
+            alive = None if alive is None else _each_head(alive, group, pad)
+        return KeyBlock(first, stop, bias[:, None], None if alive is None else alive[:, None])
+
+    def _among_rows(self, behind: Tensor) -> Tensor:
+        """Bool [count, N, S]: which slots hold rows of this step that each new row sees."""
+        total = self.depth.shape[1]
+        if self.ancestors is None:
+            own = torch.arange(self.earlier, total, device=behind.device)
+            return (behind[:, None] >= 0) & (behind[:, None] <= own[:, None])
+        inside = behind.clamp(0, total - 1)
+        words = (inside // WORD)[:, None].expand(-1, self.ancestors.shape[1], -1)
+        seen = ((self.ancestors.gather(2, words) >> (inside % WORD)[:, None]) & 1).bool()
+        return seen & ((behind >= 0) & (behind < total))[:, None]
+
+
+def _each_head(x: Tensor, group: int, pad: int) -> Tensor:
+    """Repeat rows [count, N, ...] for the `group` query heads of a K/V head, and pad by the first row."""
+    x = x[:, None].expand(-1, group, *x.shape[1:]).flatten(1, 2)
+    return torch.cat((x, x[:, :1].expand(-1, pad, *x.shape[2:])), 1) if pad else x
 
 
 _ACTIVE: list[StepContext] = []
@@ -79,7 +182,7 @@ class TreeCache(Cache):
     def __init__(
         self, shapes: list[tuple[int, int, int]], batch: int, capacity: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.capacity = -(-capacity // _EXACT_GRANULE) * _EXACT_GRANULE
+        self.capacity = -(-capacity // BLOCK) * BLOCK
         self.arenas: list[tuple[Tensor, Tensor]] = []
         self.places: list[tuple[int, int]] = []
         groups: dict[tuple[int, int, int], int] = {}
@@ -97,40 +200,34 @@ class TreeCache(Cache):
             )
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.host_lengths = [0] * batch
-        self.device = device
+        self.device, self.dtype = device, dtype
 
     @contextlib.contextmanager
-    def step(self, first: int, count: int, depth: Tensor, ancestors: Tensor) -> Iterator[StepContext]:
-        """Open a pass of new rows for sequences first..first+count-1.
+    def step(
+        self, first: int, count: int, depth: Tensor, ancestors: Tensor | None, earlier: int = 0
+    ) -> Iterator[StepContext]:
+        """Open a pass of N new rows for sequences first..first+count-1.
 
         Args:
-            depth: [count, N] position of each new row behind the sequence's length.
-            ancestors: [count, N, N] bool, which of the new rows each new row sees.
+            depth: [count, earlier + N] position of each row of this step behind the sequence's length.
+            ancestors: packed masks [count, N, W] over those rows; None = each sees all before it.
+            earlier: rows that earlier passes wrote behind the lengths and that were not kept (a drafting network's).
         """
-        n = depth.shape[1]
         host = self.host_lengths[first : first + count]
+        span = self._span(max(host) + depth.shape[1], exact=count <= _EXACT_BATCH)
         lengths = self.lengths[first : first + count]
-        granule = _EXACT_GRANULE if count <= _EXACT_BATCH else _LOOSE_GRANULE
-        span = min(-(-(max(host) + n) // granule) * granule, self.capacity)
-        behind = torch.arange(span, device=self.device) - lengths[:, None]  # [count, span]
-        inside = behind.clamp(0, n - 1)
-        tree = ancestors.gather(2, inside[:, None].expand(-1, n, -1)) & ((behind >= 0) & (behind < n))[:, None]
-        at = torch.arange(span, device=self.device)
-        key_positions = torch.where(behind >= 0, lengths[:, None] + depth.gather(1, inside), at)
-        context = StepContext(
-            first,
-            count,
-            lengths[:, None] + torch.arange(n, device=self.device),
-            host[0] if len(set(host)) == 1 else None,
-            (behind < 0)[:, None] | tree,
-            lengths[:, None] + depth,
-            key_positions,
-        )
-        _ACTIVE.append(context)
+        _ACTIVE.append(StepContext(first, count, earlier, lengths, host, depth, ancestors, span))
         try:
-            yield context
+            yield _ACTIVE[-1]
         finally:
             _ACTIVE.pop()
+
+    def _span(self, end: int, exact: bool) -> int:
+        """Slots to read where the last row lies at end - 1."""
+        whole = (end - 1) // BLOCK * BLOCK
+        if self.device.type == "cpu" and exact:
+            return whole + next(w for w in exact_widths(self.dtype) if whole + w >= end)
+        return min(-(-end // _GRANULE) * _GRANULE, self.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -140,16 +237,16 @@ class TreeCache(Cache):
         if context is None:
             raise RuntimeError("TreeCache.update was called outside TreeCache.step")
         group, layer = self.places[layer_idx]
-        rows = slice(context.first, context.first + context.count)
+        rows, start = slice(context.first, context.first + context.count), context.start
         out = []
         for arena, new in zip(self.arenas[group], (key_states, value_states), strict=True):
             store = arena[layer, rows]
-            if context.start is not None:
-                store[:, :, context.start : context.start + new.shape[2]] = new
+            if start is not None:
+                store[:, :, start : start + new.shape[2]] = new
             else:
                 index = torch.arange(context.count, device=self.device)[:, None]
                 store[index, :, context.slots] = new.transpose(1, 2)
-            out.append(store[:, :, : context.visible.shape[-1]])
+            out.append(store[:, :, : context.span])
         return out[0], out[1]
 
     def keep(self, count: int, path: Tensor | None, n_rows: Tensor, host_rows: list[int]) -> None:
@@ -178,7 +275,7 @@ class TreeCache(Cache):
 
     def copy(self, source: int, goal: int, rows: int) -> None:
         """Make cache row `goal` hold the first `rows` rows of `source`, and nothing else."""
-        for pair in self.arenas:
+        for pair in self.arenas if goal != source else ():
             for arena in pair:
                 arena[:, goal, :, :rows] = arena[:, source, :, :rows]
         self.lengths[goal] = rows

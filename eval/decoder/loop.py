@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,17 +15,31 @@ from ...heads.target import Target, join_states
 from .cache import TreeCache
 from .prefill import Prefill
 from .probe import forward_with_cache, kv_shapes
-from .types import Drafter, clock
-from .verify import verify_greedy
+from .sampling import GREEDY, Sampling, SlotSampling, largest
+from .types import Drafter, HostStep, TokenTree, Verdict, chain, clock
+from .verify import Typical, verify
+
+# With that many slots or more, requests are admitted when at least one in so many is free.
+_SLOTS_PER_FREE = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue: `tokens` (rendered, special tokens included) by at most `max_new_tokens`."""
+    """A prompt to continue.
+
+    Attributes:
+        id: its name; with the seed it decides the draws, whatever runs beside it.
+        tokens: rendered, special tokens included.
+        max_new_tokens: most tokens of the answer.
+        sampling: how tokens are chosen.
+        stop: token ids that end the answer; None = the target's own.
+    """
 
     id: str
     tokens: list[int]
     max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,10 +56,11 @@ class Result:
     """A finished answer.
 
     Attributes:
-        tokens: the answer, cut at the first end-of-text token (which is kept) and at max_new_tokens.
+        tokens: the answer, cut at the first stop token (which is kept) and at max_new_tokens.
         finish: "eos" or "length".
         steps: one entry a step; the prefill and the token that it gave are not among them.
         seconds: wall time of the steps, shared equally by the sequences that ran in them.
+        lossy: drafts were accepted by a rule that changes what the target would say (typical acceptance).
         states: [len(prompt) + len(tokens) - 1, (A+1)*H] bf16 on the CPU where the drafter records them.
     """
 
@@ -54,6 +70,7 @@ class Result:
     finish: str
     steps: list[StepLog]
     seconds: float
+    lossy: bool = False
     states: Tensor | None = None
 
 
@@ -70,6 +87,7 @@ class StepTimer:
 @dataclass
 class _Running:
     request: Request
+    stop: frozenset[int]
     tokens: list[int]
     steps: list[StepLog] = field(default_factory=list)
     seconds: float = 0.0
@@ -84,31 +102,41 @@ def decode(
     capacity: int,
     timer: StepTimer | None = None,
     on_token: Callable[[str, list[int]], None] | None = None,
+    typical: Typical | None = None,
 ) -> Iterator[Result]:
-    """Decode requests greedily, at most `slots` at a time, and yield results as they finish.
+    """Decode requests, at most `slots` at a time, and yield results as they finish.
 
     Args:
-        capacity: rows a sequence may need: prompt + new tokens + the drafter's depth + 1.
+        requests: an iterator is asked as slots become free. A list for many slots may be taken in another order:
+            prompts of equal length are read together.
+        capacity: rows a sequence may need: prompt + new tokens + the drafter's `rows`; see `rows_needed`.
         timer: filled with where the time went.
         on_token: called with (request id, newly emitted tokens) after each step.
+        typical: accept drafts that are merely typical of the target (lossy) instead of by its exact law.
 
     Raises:
-        DraftsmithError: an empty prompt, one that doesn't fit the target's context or `capacity`.
+        DraftsmithError: an empty prompt, one that doesn't fit the target's context or `capacity`, sampling values out
+            of range, logits that are not numbers.
     """
-    session = _Session(target, drafter, slots, capacity, timer, on_token)
+    session = _Session(target, drafter, slots, capacity, timer, on_token, typical)
     with target.capture(drafter.needs) as states:
         session.watch(states)
-        waiting = iter(requests)
+        many = isinstance(requests, Sequence) and slots >= _SLOTS_PER_FREE
+        waiting = iter(sorted(requests, key=lambda r: len(r.tokens)) if many else requests)
         more = True
         while True:
-            while more and len(session.running) < slots:
-                request = next(waiting, None)
-                more = request is not None
-                if request is not None:
-                    yield from session.admit(request)
+            while more and session.has_room():
+                new = list(itertools.islice(waiting, slots - len(session.running)))
+                more = len(new) == slots - len(session.running)
+                yield from session.admit(new)
             if not session.running:
                 return
             yield from session.step()
+
+
+def rows_needed(requests: Iterable[Request], drafter: Drafter) -> int:
+    """The least `capacity` with which these requests can be decoded."""
+    return max(len(r.tokens) + r.max_new_tokens for r in requests) + drafter.rows
 
 
 class _Session:
@@ -120,108 +148,161 @@ class _Session:
         drafter: Drafter,
         slots: int,
         capacity: int,
-        timer: StepTimer | None,
-        on_token: Callable[[str, list[int]], None] | None,
+        timer: StepTimer | None = None,
+        on_token: Callable[[str, list[int]], None] | None = None,
+        typical: Typical | None = None,
     ) -> None:
-        self.target, self.drafter, self.on_token = target, drafter, on_token
+        self.target, self.drafter, self.on_token, self.typical = target, drafter, on_token, typical
         self.timer = timer or StepTimer()
         drafter.timed = timer is not None
         self.capacity = capacity
-        self.cache = TreeCache(kv_shapes(target), slots + 1, capacity, target.device, target.dtype)
+        self.cache = TreeCache(kv_shapes(target), slots, capacity, target.device, target.dtype)
         self.roots = torch.zeros(slots, dtype=torch.int64, device=target.device)
+        self.sampling = SlotSampling(slots, target.vocab_size, target.device)
         self.running: list[_Running] = []
-        self.states: dict[int, Tensor] = {}
-        self.stop = frozenset(target.eos_ids)
+        self.watch({})
         drafter.allocate(slots, self.cache.capacity)
 
     def watch(self, states: dict[int, Tensor]) -> None:
         """Take the dict that the target's hooks fill at each forward."""
         self.states = states
-        self.prefill = Prefill(self.target, self.cache, self.drafter.needs, states, spare=len(self.roots))
+        self.prefill = Prefill(self.target, self.cache, self.drafter.needs, states)
 
     # These return lists: a mode entered inside a generator would stay on in the caller between two results.
 
+    def has_room(self) -> bool:
+        """Whether to admit requests now: prompts that are read together cost less, and few free slots cost little."""
+        free = len(self.roots) - len(self.running)
+        return not self.running or free >= max(1, len(self.roots) // _SLOTS_PER_FREE)
+
     @torch.inference_mode()
-    def admit(self, request: Request) -> list[Result]:
-        """Prefill a request into the next free slot; its result at once when the first token ends it."""
-        self._check(request)
-        slot = len(self.running)
-        self.cache.clear(slot)
-        first, aux, last = self.prefill.run(slot, request.tokens)
-        self.roots[slot] = first
-        tokens = torch.tensor([*request.tokens, first], device=self.target.device)
-        self.drafter.begin(slot, tokens, aux, last)
-        run = _Running(request, [first])
-        self.running.append(run)
-        if self.on_token:
-            self.on_token(request.id, [first])
-        return [self._finish(slot)] if first in self.stop or request.max_new_tokens == 1 else []
+    def admit(self, requests: list[Request]) -> list[Result]:
+        """Prefill requests into the next free slots; the results of those that their first token ends."""
+        for request in requests:
+            self._check(request)
+        requests = sorted(requests, key=lambda r: len(r.tokens))  # prompts of equal length are read together
+        first, count = len(self.running), len(requests)
+        if not count:
+            return []
+        for slot in range(first, first + count):
+            self.cache.clear(slot)
+        filled = self.prefill.run(first, [r.tokens for r in requests])
+        prompts = [torch.tensor(r.tokens, device=self.target.device) for r in requests]
+        for i, request in enumerate(requests):
+            self.sampling.begin(first + i, request.id, request.sampling, prompts[i])
+        # the first token is the bonus of a tree whose root is the prompt's last token
+        draws = self.sampling.draws(first, count, self.cache.lengths[first : first + count] - 1)
+        ends = chain(torch.stack([p[-1:] for p in prompts]))
+        verdict = verify(ends, torch.stack([f.logits for f in filled]), draws)
+        tokens, finite = torch.stack((verdict.bonus, verdict.finite.long())).tolist()
+        self.roots[first : first + count] = verdict.bonus
+        self.sampling.extend(first, verdict.bonus[:, None])
+        for i, request in enumerate(requests):
+            if not finite[i]:
+                raise DraftsmithError(_not_finite(request.id, "its prompt"))
+            self.drafter.begin(first + i, torch.cat((prompts[i], verdict.bonus[i : i + 1])), filled[i].aux,
+                               filled[i].last)  # fmt: skip
+            stop = frozenset(self.target.eos_ids) if request.stop is None else request.stop
+            self.running.append(_Running(request, stop, [tokens[i]]))
+            if self.on_token:
+                self.on_token(request.id, [tokens[i]])
+        ended = [i for i in range(count) if self._is_complete(self.running[first + i])]
+        return [self._finish(first + i) for i in reversed(ended)]
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
         """Draft, verify and commit one step of all running sequences; the results of those that finish."""
         b = len(self.running)
         before, draft_before = self._now(), self.drafter.seconds
-        tree = self.drafter.propose(self.roots[:b])
-        with self.cache.step(0, b, tree.depth, tree.ancestors()) as context:
-            started = self._now()
-            logits = forward_with_cache(self.target, tree.tokens, context.positions, self.cache)
-            self.timer.target += self._now() - started
-        verdict = verify_greedy(tree, logits)
-        emitted = torch.cat(
-            (tree.tokens.gather(1, verdict.path), verdict.n_accepted[:, None], verdict.bonus[:, None]), 1
-        )
-        host = emitted.tolist()  # the step's one synchronisation
-        rows = [line[-2] + 1 for line in host]
-        deepest = max(rows)
-        verdict.path = verdict.path[:, :deepest]
-        path = None if tree.is_chain else verdict.path
-        self.cache.keep(b, path, verdict.n_accepted + 1, rows)
-        self.drafter.commit(tree, verdict, *self._join(), self.cache.host_lengths[:b])
+        tree, logits, verdict = self._draft_and_verify(b)
+        host = self._fetch(tree, logits, verdict)  # the step's one synchronisation
+        rows = [line.accepted + 1 for line in host]
+        verdict.path = verdict.path[:, : max(rows)]
+        self.cache.keep(b, None if tree.is_chain else verdict.path, verdict.n_accepted + 1, rows)
+        self.sampling.extend(0, torch.cat((tree.tokens.gather(1, verdict.path), verdict.bonus[:, None]), 1))
         self.roots[:b] = verdict.bonus
+        choice = [line.choice for line in host] if self.drafter.wants_choice else None
+        known = HostStep(self.cache.host_lengths[:b], [line.emitted for line in host], choice)
+        self.drafter.commit(tree, verdict, *self._join(), known)
         seconds = self._now() - before
         self.timer.step += seconds
         self.timer.draft += self.drafter.seconds - draft_before
         self.timer.steps += 1
-        drafted = [tree.deepest] * b if tree.is_chain else (tree.depth * tree.valid).amax(1).tolist()
         finished = []
-        for i, run in enumerate(self.running):
-            new = [*host[i][1 : rows[i]], host[i][-1]]
+        for i, (run, line) in enumerate(zip(self.running, host, strict=True)):
             run.seconds += seconds / b
-            if self._emit(run, new, drafted[i], rows[i] - 1):
+            if self._emit(run, line):
                 finished.append(i)
         # from the end, so that a moved sequence is never one that still has to go
         return [self._finish(slot) for slot in reversed(finished)]
 
+    def _draft_and_verify(self, b: int) -> tuple[TokenTree, Tensor, Verdict]:
+        """The part of a step that is queued on the device without waiting for it."""
+        draws = self.sampling.draws(0, b, self.cache.lengths[:b])
+        tree = self.drafter.propose(self.roots[:b], draws)
+        with self.cache.step(0, b, tree.depth, tree.ancestors()) as context:
+            started = self._now()
+            # nodes past the context are never emitted; a table of positions or a rope's boundary must not be passed
+            positions = context.positions.clamp(max=self.target.max_positions - 1)
+            logits = forward_with_cache(self.target, tree.tokens, positions, self.cache)
+            self.timer.target += self._now() - started
+        return tree, logits, verify(tree, logits, draws, self.typical)
+
+    def _fetch(self, tree: TokenTree, logits: Tensor, verdict: Verdict) -> list[_Line]:
+        """Bring what the host must know of a step over in one piece."""
+        columns = [
+            tree.tokens.gather(1, verdict.path),
+            verdict.bonus[:, None],
+            verdict.n_accepted[:, None],
+            verdict.finite[:, None].long(),
+            (tree.depth * tree.valid).amax(1, keepdim=True),
+        ]
+        if self.drafter.wants_choice:
+            columns.append(largest(logits)[1])
+        p = verdict.path.shape[1]
+        lines = []
+        for run, row in zip(self.running, torch.cat(columns, 1).tolist(), strict=True):
+            bonus, accepted, finite, drafted = row[p : p + 4]
+            if not finite:
+                raise DraftsmithError(_not_finite(run.request.id, f"step {len(run.steps) + 1}"))
+            lines.append(_Line([*row[1 : accepted + 1], bonus], accepted, drafted, row[p + 4 :]))
+        return lines
+
     def _now(self) -> float:
         return clock(self.target.device, self.drafter.timed)
 
-    def _emit(self, run: _Running, new: list[int], drafted: int, accepted: int) -> bool:
+    def _emit(self, run: _Running, line: _Line) -> bool:
         """Append new tokens up to the first stop token or the limit; say whether the answer is complete."""
-        room = run.request.max_new_tokens - len(run.tokens)
-        kept = new[:room]
+        kept = line.emitted[: run.request.max_new_tokens - len(run.tokens)]
         for i, token in enumerate(kept):
-            if token in self.stop:
+            if token in run.stop:
                 kept = kept[: i + 1]
                 break
         run.tokens += kept
-        run.steps.append(StepLog(drafted, accepted, len(kept)))
+        run.steps.append(StepLog(line.drafted, line.accepted, len(kept)))
         if self.on_token:
             self.on_token(run.request.id, kept)
-        return run.tokens[-1] in self.stop or len(run.tokens) >= run.request.max_new_tokens
+        return self._is_complete(run)
+
+    @staticmethod
+    def _is_complete(run: _Running) -> bool:
+        return run.tokens[-1] in run.stop or len(run.tokens) >= run.request.max_new_tokens
 
     def _finish(self, slot: int) -> Result:
         run, end = self.running[slot], len(self.running) - 1
         states = self.drafter.recorded(slot, len(run.request.tokens) + len(run.tokens) - 1)
-        finish = "eos" if run.tokens[-1] in self.stop else "length"
+        finish = "eos" if run.tokens[-1] in run.stop else "length"
         if slot != end:
             self.cache.copy(end, slot, self.cache.host_lengths[end])
+            self.prefill.moved(end, slot)
             self.roots[slot] = self.roots[end]
             self.running[slot] = self.running[end]
+        self.sampling.release(slot, end)
         self.drafter.release(slot, end)
         self.running.pop()
         self.cache.clear(end)
-        return Result(run.request.id, run.request.tokens, run.tokens, finish, run.steps, run.seconds, states)
+        lossy = self.typical is not None and run.request.sampling.temperature > 0
+        return Result(run.request.id, run.request.tokens, run.tokens, finish, run.steps, run.seconds, lossy, states)
 
     def _join(self) -> tuple[Tensor, Tensor | None]:
         needs: Needs = self.drafter.needs
@@ -230,18 +311,34 @@ class _Session:
         return join_states(self.states, needs, self.target.n_layers)
 
     def _check(self, request: Request) -> None:
-        need = len(request.tokens) + request.max_new_tokens
+        name, prompt, new = f"request {request.id!r}", len(request.tokens), request.max_new_tokens
         if not request.tokens:
-            raise DraftsmithError(f"request {request.id!r} has an empty prompt")
-        if request.max_new_tokens < 1:
-            raise DraftsmithError(f"request {request.id!r}: max_new_tokens {request.max_new_tokens} must be at least 1")
-        if need > self.target.max_positions:
+            raise DraftsmithError(f"{name} has an empty prompt")
+        if new < 1:
+            raise DraftsmithError(f"{name}: max_new_tokens {new} must be at least 1")
+        if prompt + new > self.target.max_positions:
             raise DraftsmithError(
-                f"request {request.id!r}: prompt {len(request.tokens)} + new {request.max_new_tokens} tokens exceed "
-                f"the target's context of {self.target.max_positions}; shorten one of them"
+                f"{name}: prompt {prompt} + new {new} tokens exceed the target's context of "
+                f"{self.target.max_positions}{self.target.context_reason}: with {new} new tokens a prompt may have "
+                f"{max(0, self.target.max_positions - new)}"
             )
-        if need + self.drafter.depth + 1 > self.capacity:
-            raise DraftsmithError(
-                f"request {request.id!r} needs {need + self.drafter.depth + 1} cache rows, "
-                f"the loop was given {self.capacity}"
-            )
+        need = prompt + new + self.drafter.rows
+        if need > self.capacity:
+            raise DraftsmithError(f"{name} needs {need} cache rows, the loop was given {self.capacity}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What the host learns of one sequence's step."""
+
+    emitted: list[int]
+    accepted: int
+    drafted: int
+    choice: list[int]
+
+
+def _not_finite(name: str, where: str) -> str:
+    return (
+        f"request {name!r}, {where}: the target's logits are not finite (NaN or infinite); "
+        "its weights or the dtype it runs in can't represent them"
+    )

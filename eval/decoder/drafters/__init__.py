@@ -7,16 +7,17 @@ import importlib
 from torch import Tensor
 
 from ....heads.base import DraftHead
+from ..search import Shape
 from ..types import Drafter
 
 
-def make_drafter(head: DraftHead, embed: Tensor, depth: int) -> Drafter:
+def make_drafter(head: DraftHead, embed: Tensor, shape: Shape) -> Drafter:
     """Build the drafter of a head's family.
 
     Args:
         embed: [V, H] the target's input embedding; its device and dtype are the decoder's.
-        depth: K, drafted tokens a step.
+        shape: the trees it grows.
     """
     module = importlib.import_module(f"{__name__}.{head.config.family}")
-    drafter: Drafter = module.DRAFTER(head, embed, depth)
+    drafter: Drafter = module.DRAFTER(head, embed, shape)
     return drafter

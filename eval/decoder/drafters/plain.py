@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ....heads.base import Needs
-from ..types import Drafter, TokenTree, Verdict, chain
+from ..sampling import Draws
+from ..types import Drafter, HostStep, TokenTree, Verdict, chain
 
 
 class PlainDrafter(Drafter):
@@ -37,17 +38,20 @@ class PlainDrafter(Drafter):
             self.states[slot, : len(rows)] = rows.to("cpu", torch.bfloat16)
             self.lengths[slot] = len(rows)
 
-    def propose(self, roots: Tensor) -> TokenTree:
+    def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
         """See Drafter."""
         return chain(roots[:, None])
 
-    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, lengths: list[int]) -> None:
-        """See Drafter."""
+    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
+        """See Drafter; others may have added nodes, so the rows of the whole accepted path are recorded."""
         if self.states is not None:
-            rows = (torch.cat((aux, last), -1) if last is not None else aux)[:, 0]
-            b = len(lengths)
-            self.states[torch.arange(b), torch.tensor(self.lengths[:b])] = rows.to("cpu", torch.bfloat16)
-            self.lengths[:b] = lengths
+            rows = torch.cat((aux, last), -1) if last is not None else aux
+            rows = rows.gather(1, verdict.path[..., None].expand(-1, -1, rows.shape[-1]))
+            b, p = verdict.path.shape
+            # rows past a sequence's accepted ones are written behind its end, where the next step writes again
+            at = torch.tensor(self.lengths[:b])[:, None] + torch.arange(p)
+            self.states[torch.arange(b)[:, None], at] = rows.to("cpu", torch.bfloat16)
+            self.lengths[:b] = step.lengths
 
     def release(self, slot: int, last: int) -> None:
         """See Drafter."""

@@ -1,0 +1,143 @@
+"""Drafters that grow trees with a network of their own: the shape searches, the network keeps the accepted rows."""
+
+from __future__ import annotations
+
+import abc
+import copy
+
+import torch
+from torch import Tensor
+
+from ....heads.base import Cache, DraftHead
+from ....heads.linear import can_pack, pack_linears
+from ..sampling import Draws
+from ..search import Shape
+from ..types import Drafter, HostStep, TokenTree, Verdict, clock
+
+
+class NetworkDrafter(Drafter):
+    """A drafter that is its shape's `Network`.
+
+    Args:
+        shape: how a tree grows.
+        vocabulary: tokens that the network can propose.
+
+    Attributes:
+        logits: [slots, Vq] behind each sequence's root.
+        state: [slots, 1, H] recycled state there; None where the network keeps its own.
+
+    Raises:
+        DraftsmithError: the shape asks for more tokens than the network has.
+    """
+
+    columns: Tensor | None = None
+    logits: Tensor
+    state: Tensor | None = None
+
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        shape.check(vocabulary)
+        self.shape, self.depth, self.rows = shape, shape.depth, shape.rows
+
+    @abc.abstractmethod
+    def expand(
+        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See grow.Network."""
+
+    def first(self, b: int) -> tuple[Tensor, Tensor | None]:
+        """See grow.Network."""
+        return self.logits[:b], None if self.state is None else self.state[:b]
+
+    def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
+        """See Drafter."""
+        return self.shape.grow(self, roots, draws)
+
+
+def tokens_after(tree: TokenTree, verdict: Verdict) -> Tensor:
+    """The token behind each node of the accepted path [B, P]: the next node's, behind the last one the bonus token."""
+    after = torch.cat((tree.tokens.gather(1, verdict.path)[:, 1:], verdict.bonus[:, None]), 1)
+    at_end = torch.arange(after.shape[1], device=after.device) == verdict.n_accepted[:, None]
+    return torch.where(at_end, verdict.bonus[:, None], after)
+
+
+class HeadDrafter(NetworkDrafter):
+    """An autoregressive draft head: reads the target's features of accepted rows, and its own states of drafted ones.
+
+    Row j reads token j+1 beside the features of row j, so that after each step the head has one row for every row of
+    the target's cache.
+
+    Args:
+        head: the trained head; a copy in the embedding's device and dtype is made for decoding.
+        embed: [V, H] the target's input embedding.
+        shape: how a tree grows.
+    """
+
+    state: Tensor
+
+    def __init__(self, head: DraftHead, embed: Tensor, shape: Shape) -> None:
+        super().__init__(shape, head.config.draft_vocab_size)
+        self.head = copy.deepcopy(head).to(embed.device, embed.dtype).eval().requires_grad_(False)
+        if can_pack(embed.device, embed.dtype):
+            pack_linears(self.head, keep=None)
+        self.embed, self.needs, self.columns = embed, head.needs, self.head.target_ids
+        self.cache: Cache
+
+    def allocate(self, slots: int, capacity: int) -> None:
+        """See Drafter."""
+        config = self.head.config
+        rows = capacity + self.shape.expanded
+        self.cache = self.head.new_cache(slots, rows, self.embed.device, self.embed.dtype)
+        self.logits = self.embed.new_zeros(slots, config.draft_vocab_size)
+        self.state = self.embed.new_zeros(slots, 1, config.hidden_size)
+
+    def begin(self, slot: int, tokens: Tensor, aux: Tensor, last: Tensor | None) -> None:
+        """See Drafter: rows 0..n-1 read tokens 1..n."""
+        one = slice(slot, slot + 1)
+        n = len(aux)
+        self.cache.lengths[slot] = 0
+        view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one])
+        valid = torch.tensor([n], device=aux.device)
+        positions = torch.arange(n, device=aux.device)[None]
+        logits, self.state[one] = self._run(view, tokens[None, 1:], aux[None], positions, valid)
+        self.logits[one] = logits[:, 0]
+        self.cache.longest = max(self.cache.longest, n)
+
+    def first(self, b: int) -> tuple[Tensor, Tensor | None]:
+        """See grow.Network."""
+        self.cache.drafted = 0
+        return super().first(b)
+
+    def expand(
+        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See grow.Network: the row of a node at depth d stands d-1 behind the committed ones."""
+        assert states is not None  # `first` gave one
+        positions = self.cache.lengths[: len(tokens), None] + depth - 1
+        return self._run(self.cache, tokens, states, positions, None, seen)
+
+    def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
+        """See Drafter: the row of each accepted node reads the token after it."""
+        b, p = verdict.path.shape
+        read = tokens_after(tree, verdict)
+        features = aux[:, :p] if tree.is_chain else aux.gather(1, verdict.path[..., None].expand(-1, -1, aux.shape[-1]))
+        positions = self.cache.lengths[:b, None] + torch.arange(p, device=read.device)
+        self.cache.longest = max(step.lengths)  # rows past a sequence's own are written behind it, within p of this
+        logits, self.state[:b] = self._run(self.cache, read, features, positions, verdict.n_accepted + 1)
+        self.logits[:b] = logits[:, 0]
+        self.cache.longest = max(step.lengths)
+
+    def release(self, slot: int, last: int) -> None:
+        """See Drafter."""
+        if slot != last:
+            for x in (self.cache.keys, self.cache.values, self.cache.lengths, self.logits, self.state):
+                x[slot] = x[last]
+
+    def _run(
+        self, cache: Cache, tokens: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None,
+        seen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One head pass: see DraftHead.forward_step."""
+        started = clock(self.embed.device, self.timed)
+        out = self.head.forward_step(cache, self.embed[tokens], hidden, positions, valid, seen)
+        self.seconds += clock(self.embed.device, self.timed) - started
+        return out

@@ -1,0 +1,71 @@
+"""A mode in which waiting for the device is an error: everything that reads a tensor's values on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators whose result's shape or value must be known on the host.
+_WAITING = ("_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "_unique2", "unique_consecutive",
+            "unique_dim", "is_nonzero", "equal", "repeat_interleave")  # fmt: skip
+# Methods that copy values out without an operator that a mode could see.
+_METHODS = ("tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+
+_ALLOWED = [False]
+
+
+class Waited(AssertionError):
+    """Something waited for the device."""
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "repeat_interleave" and func._overloadname == "self_int":
+            name = "repeat_interleave_by_an_int"  # its shape is known
+        if not _ALLOWED[0]:
+            if name in _WAITING:
+                raise Waited(f"{name} waits for the device")
+            if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+                masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+                if masks:
+                    raise Waited(f"{name} by a boolean mask waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise `Waited` for anything in the body that would wait for a device, on CPU tensors, too."""
+    kept = {name: getattr(torch.Tensor, name) for name in _METHODS}
+
+    def guarded(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _ALLOWED[0]:
+                raise Waited(f"Tensor.{name} waits for the device")
+            return kept[name](self, *args, **kwargs)
+
+        return method
+
+    try:
+        for name in _METHODS:
+            setattr(torch.Tensor, name, guarded(name))
+        with _Operators():
+            yield
+    finally:
+        for name, method in kept.items():
+            setattr(torch.Tensor, name, method)
+
+
+@contextlib.contextmanager
+def waiting_allowed() -> Iterator[None]:
+    """Lift the ban for the body."""
+    _ALLOWED[0] = True
+    try:
+        yield
+    finally:
+        _ALLOWED[0] = False
