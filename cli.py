@@ -6,13 +6,14 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -27,8 +28,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# What an option takes, and its default. Every command has the options of _COMMON and those that its row below names.
+# What an option takes, and its default. Every command has those that its row in _COMMANDS names.
 _OPTIONS: dict[str, tuple[Any, Any]] = {
+    "prompt": (Annotated[str, typer.Argument(help="What the user says; - reads standard input.")], "-"),
+    "bench": (Annotated[str, typer.Argument(help="What to measure: decoder.", metavar="[NAME]")], "decoder"),
     "overrides": (
         Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, the same as --set.", metavar="[KEY=VALUE]...")],
         None,
@@ -59,42 +62,87 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")],
         False,
     ),
+    "drafter": (
+        Annotated[
+            str | None,
+            typer.Option(help="plain, prompt-lookup, lookahead, draft-model or head (a trained one).  [head]"),
+        ],
+        None,
+    ),
+    "draft_model": (
+        Annotated[str | None, typer.Option(help="Small model of the same tokenizer, named like --model.")],
+        None,
+    ),
+    "tree": (
+        Annotated[str | None, typer.Option(help="chain:4, static:0,1,0.0 or dynamic:10x6x60.  [chain:4]")],
+        None,
+    ),
+    "with_prompt_lookup": (
+        Annotated[bool, typer.Option("--with-prompt-lookup", help="Add what Prompt Lookup finds to every tree.")],
+        False,
+    ),
+    "temperature": (Annotated[float | None, typer.Option(min=0, help="0 = greedy.  [0]")], None),
+    "top_k": (Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens.  [all]")], None),
+    "top_p": (Annotated[float | None, typer.Option(min=0, max=1, help="Keep this mass of tokens.  [1]")], None),
+    "min_p": (
+        Annotated[float | None, typer.Option(min=0, max=1, help="Keep tokens so likely, × the best.  [0]")],
+        None,
+    ),
+    "repetition_penalty": (Annotated[float | None, typer.Option(help="Of tokens already there.  [1 = none]")], None),
+    "seed": (Annotated[int | None, typer.Option(help="Of the draws.  [0]")], None),
+    "max_new_tokens": (Annotated[int | None, typer.Option(min=1, help="Longest answer.  [256, or what fits]")], None),
+    "stop_token": (Annotated[list[str] | None, typer.Option(help="Text of a token that ends it; may repeat.")], None),
+    "typical": (
+        Annotated[bool, typer.Option("--typical", help="LOSSY: accept drafts that are merely typical of the target.")],
+        False,
+    ),
+    "raw": (Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without a chat template.")], False),
     "json_": (
         Annotated[bool, typer.Option("--json", help="Print the result as JSON; standard output then holds it alone.")],
         False,
     ),
 }
-_COMMON = {"overrides", "model", "head", "recipe", "data", "runs", "config", "set_", "dry_run", "json_"}
+_STAGE = {"overrides", "model", "head", "recipe", "data", "runs", "config", "set_", "dry_run", "json_"}
 _DEVICES = {"gpus", "nnodes", "node_rank", "master"}
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 _COMMANDS: dict[str, tuple[str, set[str]]] = {
     "run": (
         "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
-        {"minutes", "run", *_DEVICES},
+        {"minutes", "run", *_DEVICES, *_STAGE},
     ),
-    "prepare": ("Turn a recipe or your own data into prompts for the target.", set()),
-    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes"}),
+    "prepare": ("Turn a recipe or your own data into prompts for the target.", _STAGE),
+    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes", *_STAGE}),
     "collect": (
         "Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary.",
-        set(),
+        _STAGE,
     ),
     "train": (
         "Train the head on collected features; here --minutes is the time of training alone.",
-        {"minutes", "run", *_DEVICES},
+        {"minutes", "run", *_DEVICES, *_STAGE},
     ),
     "eval": (
         "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",
-        {"run"},
+        {"run", *_STAGE},
     ),
-}
+    "generate": (
+        "Answer a prompt with any drafting scheme, streamed; what the target says stays the same, it comes faster.",
+        {"prompt", "model", "drafter", "head", "run", "runs", "draft_model", "tree", "with_prompt_lookup", *_SAMPLING,
+         "max_new_tokens", "stop_token", "typical", "raw", "json_"},
+    ),
+    "bench": (
+        "Measure the decoder against transformers.generate, in turns; writes RUNS/bench/NAME.json.",
+        {"bench", "overrides", "model", "runs", "json_"},
+    ),
+}  # fmt: skip
 
 
-def _add_command(name: str, text: str, more: set[str]) -> None:
+def _add_command(name: str, text: str, options: set[str]) -> None:
     """Register a command; typer reads its options from the signature that is set here."""
 
     def call(**values: Any) -> None:
-        _execute(name, values)
+        _OWN.get(name, _execute)(name, values)
 
-    chosen = {option: entry for option, entry in _OPTIONS.items() if option in _COMMON | more}
+    chosen = {option: entry for option, entry in _OPTIONS.items() if option in options}
     call.__doc__ = text
     call.__annotations__ = {option: kind for option, (kind, _) in chosen.items()}
     signature = inspect.Signature(
@@ -107,8 +155,8 @@ def _add_command(name: str, text: str, more: set[str]) -> None:
     app.command(name)(call)
 
 
-for _name, (_text, _more) in _COMMANDS.items():
-    _add_command(_name, _text, _more)
+for _name, (_text, _options) in _COMMANDS.items():
+    _add_command(_name, _text, _options)
 
 
 def _execute(command: str, values: dict[str, Any]) -> None:
@@ -136,6 +184,57 @@ def _execute(command: str, values: dict[str, Any]) -> None:
         _show(command, result)
 
 
+def _generate(command: str, values: dict[str, Any]) -> None:
+    """Decode one answer: its text on standard output as it comes, the figures on standard error."""
+    from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
+
+    as_json, text = values.pop("json_"), values.pop("prompt")
+    given = {name: value for name, value in values.items() if value is not None}
+    sampling = {name: given.pop(name) for name in _SAMPLING & set(given)}
+    settings = {"model": DEFAULT_MODEL, "drafter": "head", "runs": Path("runs"), **given}
+    if settings["drafter"] == "head":
+        settings.setdefault("head", DEFAULT_HEAD)
+    try:
+        settings["prompt"] = sys.stdin.read().removesuffix("\n") if text == "-" else text
+        with stdout_as_stderr() as out:
+            from .eval.decoder.sampling import Sampling
+            from .eval.generate import GenerateSettings, closing_line, generate
+            from .progress import say
+
+            show = functools.partial(print, end="", file=out, flush=True)
+            answer = generate(GenerateSettings(**settings, sampling=Sampling(**sampling)), None if as_json else show)
+            if not as_json:
+                show("\n")
+            say(closing_line(answer))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+
+
+def _bench(command: str, values: dict[str, Any]) -> None:
+    """Run a benchmark, write its figures, print them."""
+    from .run_config import DEFAULT_MODEL
+
+    with stdout_as_stderr():
+        from .eval.bench import run_bench
+
+        path, result = run_bench(
+            values["bench"], values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or []
+        )
+    if values["json_"]:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        return
+    for name, figure in result["figures"].items():
+        print(f"{name:34} {figure['median']:7.3f}  [{figure['low']:.3f}, {figure['high']:.3f}]")
+    print(f"{result['spread']}\nwritten: {path}")
+
+
+# Commands that no configuration of a run stands behind.
+_OWN = {"generate": _generate, "bench": _bench}
+
+
 def _show(command: str, result: dict[str, Any]) -> None:
     """Print a result for people: the report's table, or a stage's figures."""
     if "summary" in result:
@@ -156,17 +255,20 @@ def _show(command: str, result: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def stdout_as_stderr() -> Iterator[None]:
-    """Send whatever anyone prints meanwhile (libraries, child processes) to standard error."""
+def stdout_as_stderr() -> Iterator[TextIO]:
+    """Send whatever anyone prints meanwhile (libraries, child processes) to standard error.
+
+    Yields:
+        What still writes to standard output.
+    """
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
+        os.dup2(2, 1)
+        try:
+            yield kept
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept.fileno(), 1)
 
 
 def main() -> None:

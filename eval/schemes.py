@@ -1,0 +1,131 @@
+"""Ways to draft by name, as a user asks for them: one table, from which command line and evaluation build drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..errors import DraftsmithError
+from ..heads.checkpoint import load_head
+from ..heads.resolve import require_reachable, resolve_target
+from ..heads.target import Target
+from .decoder.drafters import make_drafter
+from .decoder.drafters.draft_model import DraftModelDrafter
+from .decoder.drafters.lookahead import LookaheadDrafter
+from .decoder.drafters.plain import PlainDrafter
+from .decoder.drafters.prompt_lookup import PromptLookupDrafter
+from .decoder.drafters.union import UnionDrafter
+from .decoder.search import Shape, parse_shape
+from .decoder.types import Drafter
+
+DEFAULT_TREE = "chain:4"
+
+
+@dataclass(frozen=True)
+class SchemeOptions:
+    """What a scheme may be given; None (or False) where nothing was said.
+
+    Attributes:
+        head: checkpoint folder of a trained head.
+        draft_model: short name, hub id or folder of a small model with the target's tokenizer.
+        tree: shape of the drafted trees, see `search.parse_shape`.
+        with_prompt_lookup: add what Prompt Lookup finds to every tree.
+    """
+
+    head: Path | None = None
+    draft_model: str | None = None
+    tree: str | None = None
+    with_prompt_lookup: bool = False
+
+    def given(self) -> set[str]:
+        """Names of the options that were said."""
+        return {f.name for f in fields(self) if getattr(self, f.name)}
+
+    def shape(self) -> Shape:
+        """The drafted trees' shape."""
+        return parse_shape(self.tree or DEFAULT_TREE)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to draft.
+
+    Attributes:
+        build: makes the drafter.
+        takes: options that mean something to it.
+        needs: the one that it can't do without.
+    """
+
+    build: Callable[[Target, SchemeOptions], Drafter]
+    takes: frozenset[str] = frozenset()
+    needs: str | None = None
+
+
+def _with_head(target: Target, options: SchemeOptions) -> Drafter:
+    assert options.head is not None
+    head = load_head(options.head)
+    if head.config.target_fingerprint != target.fingerprint:
+        raise DraftsmithError(
+            f"the head in {options.head} was trained for another target: fingerprint "
+            f"{head.config.target_fingerprint[:8]} of {head.config.target_id}, not {target.fingerprint[:8]} of "
+            f"{target.id}; give that model, or a head trained for this one"
+        )
+    return make_drafter(head, target.embed, options.shape())
+
+
+def _with_draft_model(target: Target, options: SchemeOptions) -> Drafter:
+    assert options.draft_model is not None
+    shape = options.shape()  # a tree that can't be read is said before anything is loaded
+    return DraftModelDrafter(target, load_model(options.draft_model, like=target), shape)
+
+
+def load_model(name: str, like: Target | None = None) -> Target:
+    """Load what a user calls `name` (see `resolve_target`), on the device and in the dtype of `like`."""
+    source = require_reachable(resolve_target(name))
+    revision = None if source.is_local else source.revision
+    if like is None:
+        return Target.load(source.location, revision=revision)
+    return Target.load(source.location, revision=revision, dtype=like.dtype, device=str(like.device))
+
+
+SCHEMES: dict[str, Scheme] = {
+    "plain": Scheme(lambda target, options: PlainDrafter()),
+    "prompt-lookup": Scheme(lambda target, options: PromptLookupDrafter()),
+    "lookahead": Scheme(lambda target, options: LookaheadDrafter(), frozenset({"with_prompt_lookup"})),
+    "draft-model": Scheme(_with_draft_model, frozenset({"draft_model", "tree", "with_prompt_lookup"}), "draft_model"),
+    "head": Scheme(_with_head, frozenset({"head", "tree", "with_prompt_lookup"}), "head"),
+}
+
+
+def check_options(name: str, options: SchemeOptions) -> None:
+    """Refuse an unknown scheme, and options that it does not take or lacks; loads nothing.
+
+    Raises:
+        DraftsmithError: names the option and the schemes that take it.
+    """
+    if name not in SCHEMES:
+        raise DraftsmithError(f"there is no drafter {name!r}; there are: {', '.join(SCHEMES)}")
+    scheme = SCHEMES[name]
+    for option in sorted(options.given() - scheme.takes):
+        others = " or ".join(n for n, s in SCHEMES.items() if option in s.takes)
+        raise DraftsmithError(f"{_flag(option)} goes with --drafter {others}, not with {name!r}: leave one of them out")
+    if scheme.needs and scheme.needs not in options.given():
+        raise DraftsmithError(f"--drafter {name} needs {_flag(scheme.needs)}")
+    if "tree" in scheme.takes:
+        options.shape()
+
+
+def build_drafter(name: str, target: Target, options: SchemeOptions) -> Drafter:
+    """Make the drafter called `name`.
+
+    Raises:
+        DraftsmithError: see `check_options`; a head or draft model that doesn't fit the target.
+    """
+    check_options(name, options)
+    drafter = SCHEMES[name].build(target, options)
+    return UnionDrafter(drafter, PromptLookupDrafter()) if options.with_prompt_lookup else drafter
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")

@@ -1,0 +1,238 @@
+"""The command `generate`: every scheme gives the plain answer, text streams, contradictions are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoder_checks import dense_greedy, random_head
+from tiny import make_tiny_tokenizer
+from typer.testing import CliRunner
+
+from draftsmith import cli
+from draftsmith.data_recipes.chat import render_prompt
+from draftsmith.errors import DraftsmithError
+from draftsmith.eval.generate import TextStream
+from draftsmith.eval.schemes import SCHEMES
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.resolve import resolve_target
+
+PROMPT = "write a short story about a ship that sails to the north"
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_target: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with two heads: one of the tiny target, and one, `strange`, of another."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, fingerprint in (("eagle3", tiny_target.fingerprint), ("eagle3@strange", "0" * 64)):
+        head = random_head(tiny_target)
+        head.config = dataclasses.replace(head.config, target_fingerprint=fingerprint)
+        best = folder / resolve_target(str(tiny_folder)).name / name / "train" / "checkpoints" / "best"
+        best.mkdir(parents=True)
+        save_head(head, best)
+    return folder
+
+
+@pytest.fixture
+def generate(tiny_folder: Path, runs: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process; returns what it wrote to standard output and error."""
+
+    def run(*args: str, model: Path = tiny_folder) -> tuple[str, str]:
+        cli.app(
+            ["generate", *args, "--model", str(model), "--runs", str(runs), "--max-new-tokens", str(COUNT)],
+            standalone_mode=False,
+        )
+        return capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_target: Any) -> list[int]:
+    text = dense_greedy(tiny_target, render_prompt(tiny_target.tokenizer, [{"role": "user", "content": PROMPT}]), COUNT)
+    assert not set(text) & set(tiny_target.eos_ids)
+    return text
+
+
+def test_text_streams_to_standard_output_and_figures_go_to_standard_error(
+    tiny_folder: Path, tiny_target: Any, greedy: list[int]
+) -> None:
+    command = [sys.executable, "-m", "draftsmith.cli", "generate", "-", "--model", str(tiny_folder)]
+    path = os.pathsep.join([*sys.path, str(Path(cli.__file__).parent.parent)])
+    done = subprocess.run(
+        [*command, "--drafter", "lookahead", "--max-new-tokens", str(COUNT)],
+        input=PROMPT.encode() + b"\n", capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True,
+    )  # fmt: skip
+    assert done.stdout.decode() == tiny_target.tokenizer.decode(greedy, skip_special_tokens=True) + "\n"
+    assert f"\n{COUNT} tokens, " in "\n" + done.stderr.decode()
+    assert " tokens/s, tau " in done.stderr.decode()
+    assert done.stderr.decode().endswith(" accepted/step, finish: length\n")
+
+
+WAYS = [
+    ("plain", []),
+    ("prompt-lookup", []),
+    ("lookahead", []),
+    ("lookahead", ["--with-prompt-lookup"]),
+    ("head", []),
+    ("head", ["--tree", "static:0,1,0.0", "--with-prompt-lookup"]),
+    ("draft-model", ["--tree", "dynamic:3x2x6"]),
+    ("draft-model", ["--with-prompt-lookup"]),
+]
+
+
+def test_every_scheme_is_tried() -> None:
+    assert {name for name, _ in WAYS} == set(SCHEMES)
+
+
+@pytest.mark.parametrize(("name", "more"), WAYS)
+def test_every_scheme_gives_the_plain_answer(
+    generate: Any, tiny_folder: Path, tiny_target: Any, greedy: list[int], name: str, more: list[str]
+) -> None:
+    extra = ["--draft-model", str(tiny_folder)] if name == "draft-model" else []
+    out, err = generate(PROMPT, "--drafter", name, *more, *extra, "--json")
+    answer = json.loads(out)
+    assert answer["tokens"] == greedy
+    assert answer["text"] == tiny_target.tokenizer.decode(greedy, skip_special_tokens=True)
+    assert (answer["finish"], answer["lossy"], answer["drafter"]) == ("length", False, name)
+    assert answer["steps"] * answer["tau"] == pytest.approx(COUNT - 1)
+    assert answer["tokens_per_second"] > 0
+    assert f"tau {answer['tau']:.2f} over {answer['steps']} steps" in err
+    if name == "draft-model":  # the target drafts for itself
+        assert answer["accepted_per_step"] > 1
+    if name == "plain":
+        assert answer["tau"] == 1
+
+
+def test_sampled_answers_follow_the_seed_not_the_scheme(generate: Any) -> None:
+    sampled = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01",
+               "--repetition-penalty", "1.1", "--json", PROMPT)  # fmt: skip
+    found = [
+        json.loads(generate(*sampled, "--drafter", name, "--seed", seed)[0])["tokens"]
+        for name, seed in (("plain", "1"), ("prompt-lookup", "1"), ("lookahead", "1"), ("plain", "2"))
+    ]
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_typical_acceptance_says_that_it_is_lossy(generate: Any) -> None:
+    out, err = generate(PROMPT, "--drafter", "lookahead", "--temperature", "1", "--typical", "--json")
+    assert json.loads(out)["lossy"]
+    assert err.rstrip().endswith("lossy (typical acceptance)")
+
+
+def test_a_raw_prompt_is_continued_as_it_is(generate: Any, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tiny_target.tokenizer(PROMPT).input_ids
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    answer = json.loads(generate("--raw", "--drafter", "plain", "--json")[0])
+    assert answer["prompt_tokens"] == len(ids)
+    want = dense_greedy(tiny_target, ids, COUNT)
+    assert answer["tokens"] == want[: len(answer["tokens"])]
+
+
+def test_a_stop_token_ends_the_answer(generate: Any, tiny_target: Any, greedy: list[int]) -> None:
+    at = next(i for i, t in enumerate(greedy) if i > 2 and t not in greedy[:i] and _is_one(tiny_target.tokenizer, t))
+    stop = tiny_target.tokenizer.decode([greedy[at]])
+    answer = json.loads(generate(PROMPT, "--drafter", "prompt-lookup", "--stop-token", stop, "--json")[0])
+    assert answer["tokens"] == greedy[: at + 1]
+    assert answer["finish"] == "eos"
+
+
+def _is_one(tokenizer: Any, token: int) -> bool:
+    return tokenizer.encode(tokenizer.decode([token]), add_special_tokens=False) == [token]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--drafter", "eagle"], "no drafter 'eagle'; there are: plain, prompt-lookup"),
+        (["--drafter", "plain", "--tree", "chain:3"], "goes with --drafter draft-model or head, not with 'plain'"),
+        (["--drafter", "lookahead", "--draft-model", "x/y"], "--draft-model goes with --drafter draft-model, not"),
+        (["--drafter", "prompt-lookup", "--with-prompt-lookup"], "--with-prompt-lookup goes with --drafter lookahead"),
+        (["--drafter", "lookahead", "--run", "best"], "--head and --run name a trained head"),
+        (["--drafter", "draft-model"], "--drafter draft-model needs --draft-model"),
+        (["--tree", "bush:3"], "'bush:3' can't be read; write chain:4"),
+        (["--run", "none"], "train one with 'draftsmith run'"),
+        (["--run", "none"], "there are: eagle3, eagle3@strange"),
+        (["--run", "strange"], "trained for another target"),
+        (["--drafter", "plain", "--top-p", "0.5"], "give --temperature, too"),
+        (["--drafter", "lookahead", "--typical"], "--typical changes nothing at temperature 0"),
+        (["--drafter", "plain", "--typical", "--temperature", "1"], "makes none: take another drafter"),
+        (["--drafter", "plain", "--stop-token", "a ship"], "it must be a single one"),
+        (["--drafter", "plain", "--temperature", "1", "--top-k", "9999"], "top_k = 9999 must be between 0"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_named(generate: Any, args: list[str], told: str) -> None:
+    with pytest.raises(DraftsmithError) as caught:
+        generate(PROMPT, *args)
+    assert told in str(caught.value)
+
+
+def test_an_empty_prompt_and_a_missing_template_are_refused(generate: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DraftsmithError, match="the prompt is empty"):
+        generate("  ")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny_folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).symlink_to(file)
+    with pytest.raises(DraftsmithError, match="give --raw to continue plain text"):
+        generate(PROMPT, "--drafter", "plain", model=bare)
+    assert generate(PROMPT, "--drafter", "plain", "--raw", model=bare)[0]
+
+
+def test_without_a_limit_the_answer_gets_what_fits(
+    tiny_folder: Path, tiny_target: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "the quick brown fox " * 38
+    room = tiny_target.max_positions - len(tiny_target.tokenizer(prompt).input_ids)
+    assert 0 < room < 256
+    cli.app(
+        ["generate", prompt, "--raw", "--model", str(tiny_folder), "--drafter", "prompt-lookup", "--json",
+         "--temperature", "3", "--seed", "4"],
+        standalone_mode=False,
+    )  # fmt: skip
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["finish"] == "eos" or len(answer["tokens"]) == room
+
+
+def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftsmith.eval.generate.generate", interrupted)
+    done = CliRunner().invoke(cli.app, ["generate", "hello"])
+    assert done.exit_code == 130
+    assert done.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_streamed_pieces_are_whole_characters(block: int) -> None:
+    tokenizer = make_tiny_tokenizer()
+    text = "naïve 東京 🙂\n  the quick brown fox"
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    for at in range(0, len(ids), block):
+        stream.feed(ids[at : at + block])
+    stream.end()
+    assert "".join(pieces) == stream.text == text
+    assert len(pieces) > 5
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_that_never_ends_is_shown_as_broken() -> None:
+    tokenizer = make_tiny_tokenizer()
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, pieces.append)
+    stream.feed(tokenizer.encode("🙂", add_special_tokens=False)[:2])
+    assert pieces == []
+    stream.end()
+    assert pieces == ["\ufffd"]
