@@ -15,7 +15,7 @@ train_flags = $(run_flags) $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--d
 	$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)") $(if $(NNODES),--nnodes "$(NNODES)") \
 	$(if $(NODE_RANK),--node-rank "$(NODE_RANK)") $(if $(MASTER),--master "$(MASTER)")
 
-.PHONY: help setup train eval test lint gate clean no-push
+.PHONY: help setup train eval bench test lint gate clean no-push
 
 help: ## show this
 	@echo "make TARGET [VARIABLE=value ...]"
@@ -50,6 +50,9 @@ lint: setup ## formatting, style, types, import floors
 	cd .venv/link && $(BIN)/mypy --config-file draftsmith/pyproject.toml --cache-dir draftsmith/.mypy_cache -p draftsmith
 	$(BIN)/mypy scripts
 	PYTHONPATH=.venv/link $(BIN)/lint-imports
+
+bench: setup ## measure the decoder against transformers.generate: make bench BENCH=decoder (a quarter of an hour)
+	@$(BIN)/draftsmith bench $(or $(BENCH),decoder) $(if $(MODEL),--model "$(MODEL)")
 
 gate: setup ## overfit the default target: the gate for changes to training or decoding (minutes)
 	@$(BIN)/pytest -q -m gate
