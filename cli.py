@@ -195,7 +195,7 @@ def _generate(command: str, values: dict[str, Any]) -> None:
     if settings["drafter"] == "head":
         settings.setdefault("head", DEFAULT_HEAD)
     try:
-        settings["prompt"] = sys.stdin.read().removesuffix("\n") if text == "-" else text
+        settings["prompt"] = _read_stdin() if text == "-" else text
         with stdout_as_stderr() as out:
             from .eval.decoder.sampling import Sampling
             from .eval.generate import GenerateSettings, closing_line, generate
@@ -211,6 +211,13 @@ def _generate(command: str, values: dict[str, Any]) -> None:
         raise typer.Exit(130) from None
     if as_json:
         sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(f"standard input is not UTF-8 text: {error}") from None
 
 
 def _bench(command: str, values: dict[str, Any]) -> None:

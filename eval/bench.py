@@ -52,7 +52,7 @@ class BenchSettings:
         generate_batches: batch sizes that `generate` may choose its best from.
     """
 
-    prompts: int = 10
+    prompts: int = 8
     new_tokens: int = 64
     depth: int = 5
     draft_layers: int = 6
@@ -60,15 +60,16 @@ class BenchSettings:
     lookup_ngram: int = 3
     batch_prompts: int = 128
     batch_new_tokens: int = 96
-    batch_rounds: int = 3
+    batch_rounds: int = 2
     slots: int = 64
-    generate_batches: tuple[int, ...] = (16, 32, 64)
+    generate_batches: tuple[int, ...] = (32, 64, 128)
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             for one in value if isinstance(value, tuple) else [value]:
-                if one < 1:
-                    raise DraftsmithError(f"bench.{name} = {value} must be at least 1")
+                least = 2 if name == "new_tokens" else 1  # the first token is the prefill's: no step
+                if one < least:
+                    raise DraftsmithError(f"bench.{name} = {value} must be at least {least}")
 
 
 def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
@@ -81,6 +82,9 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     Returns:
         The content of `decoder.json`: figures as {median, low, high}, and what they were measured on.
     """
+    layers = target.config.num_hidden_layers
+    if settings.draft_layers > layers:
+        raise DraftsmithError(f"bench.draft_layers = {settings.draft_layers} is more than the target's {layers} layers")
     plain_model = transformers.AutoModelForCausalLM.from_pretrained(
         target.id, revision=target.revision, dtype=target.dtype
     ).to(target.device)
@@ -89,7 +93,8 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     sides = 2 * len(requests)
     work = 4 * sides + len(requests)
     with tempfile.TemporaryDirectory() as folder, progress_bar("bench", work, "answers") as bar:
-        figures["overhead_share"] = _spread([_overhead(target, r, settings.depth, bar.advance) for r in requests])
+        shares = [_overhead(target, r, settings.depth, bar.advance) for r in requests]
+        figures["overhead_share"] = _spread([x for x in shares if x is not None])
         for name, ours, theirs in _pairs(target, plain_model, settings, Path(folder)):
             figures[name] = _spread(list(_ratios(requests, ours, theirs, bar.advance)))
     figures["batch64_vs_generate"] = _full_batches(target, plain_model, settings)
@@ -97,7 +102,7 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
         "figures": figures,
         "spread": "median of the prompts and its 95 % bootstrap interval; full batches: median, least, most of rounds",
         "settings": dataclasses.asdict(settings),
-        "target": {"id": target.id, "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)},
+        "target": {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)},
         "machine": {
             "processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
             "torch": torch.__version__, "transformers": transformers.__version__,
@@ -183,10 +188,6 @@ def _now(target: Target) -> float:
 
 def first_layers(model: Any, count: int) -> Any:
     """A model of the same architecture with the first `count` decoder layers; shares no memory with `model`."""
-    if count > model.config.num_hidden_layers:
-        raise DraftsmithError(
-            f"bench.draft_layers = {count} is more than the target's {model.config.num_hidden_layers} layers"
-        )
     config = type(model.config).from_dict(model.config.to_dict() | {"num_hidden_layers": count})
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
@@ -212,13 +213,16 @@ def _ratios(requests: Sequence[Request], ours: Run, theirs: Run, advance: Callab
         yield speeds[ours] / speeds[theirs]
 
 
-def _overhead(target: Target, request: Request, depth: int, advance: Callable[[], None]) -> float:
-    """Share of a step outside the forward passes of target and head, with an untrained EAGLE-3 head."""
+def _overhead(target: Target, request: Request, depth: int, advance: Callable[[], None]) -> float | None:
+    """Share of a step outside the forward passes of target and head, with an untrained EAGLE-3 head.
+
+    None for an answer that its first token ended.
+    """
     head = untrained_head(target)
     timer = StepTimer()
     decode_one(target, make_drafter(head, target.embed, Chain(depth)), request, timer)
     advance()
-    return 1 - (timer.target + timer.draft) / timer.step
+    return 1 - (timer.target + timer.draft) / timer.step if timer.steps else None
 
 
 def untrained_head(target: Target) -> Eagle3Head:
@@ -298,6 +302,7 @@ def run_bench(name: str, model: str, runs: Path, overrides: Sequence[str] = ()) 
     settings = _settings(overrides)
     probe_writable(runs)
     result = BENCHES[name](load_model(model), settings)
+    result["target"]["model"] = model
     path = runs / "bench" / f"{name}.json"
     write_json(path, result)
     return path, result

@@ -365,5 +365,8 @@ def _context(config: Any) -> tuple[int, str]:
     for one in (rope, *(r for r in rope.values() if isinstance(r, dict))):  # one, or one for each kind of layer
         if one.get("rope_type") in ("longrope", "dynamic"):
             near = one.get("original_max_position_embeddings") or most
-            return min(most, near), f" (of {most}, up to which its {one['rope_type']!r} rope keeps one set of angles)"
+            reason = (
+                f" (up to there its {one['rope_type']!r} rope keeps one set of angles; the model's own limit is {most})"
+            )
+            return min(most, near), reason
     return most, ""

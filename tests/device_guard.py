@@ -17,6 +17,7 @@ _METHODS = ("tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__"
 
 
 _ALLOWED = [False]
+_WAITS: list[str] = []
 
 
 class Waited(AssertionError):
@@ -47,6 +48,7 @@ def no_waiting() -> Iterator[None]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not _ALLOWED[0]:
                 raise Waited(f"Tensor.{name} waits for the device")
+            _WAITS.append(name)
             return kept[name](self, *args, **kwargs)
 
         return method
@@ -62,10 +64,11 @@ def no_waiting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waiting_allowed() -> Iterator[None]:
-    """Lift the ban for the body."""
+def waiting_allowed() -> Iterator[list[str]]:
+    """Lift the ban for the body; what waited is in the list that it yields."""
     _ALLOWED[0] = True
+    _WAITS.clear()
     try:
-        yield
+        yield _WAITS
     finally:
         _ALLOWED[0] = False

@@ -56,7 +56,8 @@ class Toy:
         tree = self.drafter.propose(roots, self.sampling.draws(0, len(roots), torch.zeros_like(roots)))
         assert tree.tokens[:, 0].tolist() == roots.tolist()
         assert tree.tokens.shape[1] <= self.drafter.rows
-        assert int(tree.depth.max()) == tree.deepest
+        assert int((tree.depth * tree.valid).max()) == tree.deepest
+        assert int(tree.depth.max()) == max(tree.deepest, tree.deepest_row)
         assert int((tree.depth * tree.valid).max()) <= self.drafter.depth
         return tree
 

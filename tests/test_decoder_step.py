@@ -43,7 +43,7 @@ def test_a_step_waits_for_the_device_once(
     tiny_target: Any, every: dict[str, Any], name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafting, the pass, verification and the commit run in a mode that forbids waiting; one fetch stands between."""
-    count = {"steps": 0, "fetches": 0}
+    count = {"steps": 0, "waits": 0}
 
     class Guarded(loop._Session):
         def step(self) -> Any:
@@ -52,16 +52,18 @@ def test_a_step_waits_for_the_device_once(
                 return super().step()
 
         def _fetch(self, *args: Any) -> Any:
-            count["fetches"] += 1
-            with waiting_allowed():
-                return super()._fetch(*args)
+            with waiting_allowed() as waits:
+                lines = super()._fetch(*args)
+            count["waits"] += len(waits)
+            return lines
 
     monkeypatch.setattr(loop, "_Session", Guarded)
     prompts = random_prompts(tiny_target, [7, 12, 4])
     requests = [Request(f"r{i}", p + p, 8, sampling) for i, p in enumerate(prompts)]
     results = list(decode(tiny_target, every[name], requests, slots=2, capacity=128))
     assert sum(len(r.tokens) for r in results) > 12
-    assert count["steps"] == count["fetches"] > 0
+    assert count["steps"] > 0
+    assert count["waits"] == count["steps"]
 
 
 def test_the_guard_notices() -> None:
@@ -286,11 +288,48 @@ def test_logits_that_are_no_numbers_are_named(
         (Sampling(top_p=0), "top_p = 0 must be above 0"),
         (Sampling(min_p=1.0), "min_p = 1.0"),
         (Sampling(repetition_penalty=0), "repetition_penalty = 0"),
+        (Sampling(temperature=float("inf")), "temperature = inf"),
+        (Sampling(temperature=float("nan")), "temperature = nan"),
+        (Sampling(repetition_penalty=float("inf")), "repetition_penalty = inf"),
+        (Sampling(seed=1 << 63), "seed = 9223372036854775808 must be a whole number of 64 bits"),
     ],
 )
 def test_sampling_values_out_of_range_are_named(tiny_target: Any, sampling: Sampling, message: str) -> None:
     with pytest.raises(DraftsmithError, match=message):
         list(decode(tiny_target, PlainDrafter(), [Request("r", [5], 3, sampling)], slots=1, capacity=16))
+
+
+def test_a_list_is_checked_before_work_starts(tiny_target: Any) -> None:
+    told: list[str] = []
+    requests = [Request("good", [5, 6], 3), Request("bad", [], 3)]
+    with pytest.raises(DraftsmithError, match="'bad' has an empty prompt"):
+        list(decode(tiny_target, PlainDrafter(), requests, slots=1, capacity=16, on_token=lambda n, _: told.append(n)))
+    assert told == []
+
+
+def test_slots_and_capacity_may_be_anything(tiny_target: Any) -> None:
+    with pytest.raises(DraftsmithError, match="slots = 0"):
+        list(decode(tiny_target, PlainDrafter(), [Request("r", [5], 3)], slots=0, capacity=16))
+    with pytest.raises(DraftsmithError, match="exceed the target's context of 512"):  # not an allocator's complaint
+        list(decode(tiny_target, PlainDrafter(), [Request("r", [5], 10**9)], slots=1, capacity=10**9 + 2))
+
+
+def test_many_slots_are_lossless_too(tiny_target: Any) -> None:
+    """Prompts are sorted, admitted some at a time, and read together; windows of exact bits don't hold there."""
+    prompts = [[*random_prompts(tiny_target, [12], seed=1)[0], *p] for p in random_prompts(tiny_target, [3, 9, 1] * 11)]
+    truth = make_truth(tiny_target, prompts, 9)
+    for drafter in (PlainDrafter(), RandomTreeDrafter(truth, 6)):
+        checks.check_lossless(tiny_target, drafter, truth, 20, lambda i: 9 - i % 5)
+
+
+def test_the_callback_runs_in_the_callers_mode(tiny_target: Any) -> None:
+    modes = []
+
+    def listen(_name: str, tokens: list[int]) -> None:
+        modes.append((torch.is_inference_mode_enabled(), torch.tensor(tokens).is_inference()))
+
+    list(decode(tiny_target, PlainDrafter(), [Request("r", [5], 3)], slots=1, capacity=16, on_token=listen))
+    assert set(modes) == {(False, False)}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -299,8 +338,9 @@ _PREFIX, _NODES = 32 * 1024, 64
 _MEMORY_PROGRAM = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from decoder_checks import RandomTreeDrafter
-from draftsmith.eval.decoder.drafters.plain import PlainDrafter
+from decoder_checks import RandomTreeDrafter, random_head
+from draftsmith.eval.decoder.drafters import make_drafter
+from draftsmith.eval.decoder.search import Dynamic
 from draftsmith.eval.decoder.loop import Request, decode
 from draftsmith.heads.target import Target
 from draftsmith.eval.decoder.probe import kv_shapes
@@ -310,37 +350,47 @@ class Wide(RandomTreeDrafter):
         self.at[slot] = ([], 1)
     def commit(self, *args): pass
 
+def drafter():
+    if {head}:
+        return make_drafter(random_head(target), target.embed, Dynamic(10, 7, 64))
+    return Wide({{}}, 64, 0.0)
+
 target = Target.load({folder!r}, dtype=torch.float32, device="cpu")
 kv_shapes(target)
-list(decode(target, Wide({{}}, 64, 0.0), [Request("warm", [5] * 600, 4)], slots=1, capacity=1024))
+list(decode(target, drafter(), [Request("warm", [5] * 600, 4)], slots=1, capacity=1024))
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again
 before = kib("VmRSS")
 prompt = (torch.arange({prefix}) % 300 + 3).tolist()
 request = Request("r", prompt, 4, stop=frozenset())
-(result,) = decode(target, Wide({{}}, 64, 0.0), [request], slots=1, capacity={prefix} + 4 + 64)
+(result,) = decode(target, drafter(), [request], slots=1, capacity={prefix} + 4 + 64)
 assert len(result.tokens) == 4
 print((kib("VmHWM") - before) * 1024)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
-def test_a_long_prefix_needs_little_more_than_its_cache(tmp_path: Path) -> None:
-    """32k tokens and a 64-node tree: at most 20 % above the K/V themselves, in a process of its own."""
+@pytest.mark.parametrize("head", [False, True])
+def test_a_long_prefix_needs_little_more_than_its_cache(tmp_path: Path, head: bool) -> None:
+    """32k tokens and a 64-node tree: at most 20 % above the K/V themselves, in a process of its own.
+
+    With a head: its K/V and the states that it reads of the prompt are needed, too.
+    """
     import os
     import subprocess
     import sys
 
-    layers, heads, dim = 2, 2, 128
-    folder = make_tiny_target(tmp_path / "t", layers=layers, hidden=64, heads=2, kv_heads=heads, head_dim=dim,
+    layers, heads, dim, hidden = 4, 1, 128, 64
+    folder = make_tiny_target(tmp_path / "t", layers=layers, hidden=hidden, heads=2, kv_heads=heads, head_dim=dim,
                               positions=2 * _PREFIX)  # fmt: skip
-    program = _MEMORY_PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), prefix=_PREFIX)
+    program = _MEMORY_PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), prefix=_PREFIX, head=head)
     out = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert out.returncode == 0, out.stderr
-    needed = 2 * layers * heads * dim * 4 * (_PREFIX + 512)
+    values = 2 * layers * heads * dim + (2 * 2 * 16 + 3 * hidden if head else 0)
+    needed = values * 4 * (_PREFIX + 512)
     used = int(out.stdout.split()[-1])
     print(f"{used / needed:.3f} of the cache")
     assert 0.9 * needed <= used <= 1.2 * needed, f"{used / needed:.3f} of the cache"

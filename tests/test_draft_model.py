@@ -274,8 +274,7 @@ def test_another_end_of_text_is_refused(tiny_target: Any) -> None:
     other = other_tokenizer(tiny_target, str)
     check_same_tokenizer(tiny_target, other)
     other.tokenizer.eos_token = "<|endoftext|>"
-    with pytest.raises(DraftsmithError, match="differ in eos_token_id: id 0 to the draft model, id 2 to the target"):
-        check_same_tokenizer(tiny_target, other)
+    check_same_tokenizer(tiny_target, other)  # ids mean the same: a base model may draft for an instruct model
 
 
 def test_another_split_of_the_same_text_is_refused(tiny_target: Any) -> None:
@@ -291,11 +290,18 @@ def test_another_dtype_is_refused(tiny_target: Any, tiny_folder: Path) -> None:
         DraftModelDrafter(tiny_target, load(tiny_folder, torch.bfloat16), Chain(2))
 
 
-def test_a_context_that_is_too_short_is_refused(tiny_target: Any, twin: Target, truth: checks.Truth) -> None:
+def test_a_shorter_context_serves_the_requests_that_fit_it(tiny_target: Any, twin: Target) -> None:
     short = copy.copy(twin)
-    short.max_positions = 128
-    with pytest.raises(DraftsmithError, match=r"sequences of 512 tokens exceed the context of 128 of the draft model"):
-        checks.run_all(tiny_target, DraftModelDrafter(tiny_target, short, Chain(2)), sampled_requests(truth), 1)
+    short.max_positions = 40
+    drafter = DraftModelDrafter(tiny_target, short, Chain(2))
+    prompts = random_prompts(tiny_target, [30, 9])
+    truth = make_truth(tiny_target, prompts, 10)
+    checks.check_lossless(tiny_target, drafter, truth, 2, lambda _: 10)
+    message = (
+        "prompt 31 . new 10 tokens exceed the draft model's context of 40: with 10 new tokens a prompt may have 30"
+    )
+    with pytest.raises(DraftsmithError, match=message):
+        checks.run_all(tiny_target, drafter, [Request("r", [5] * 31, 10)], 1)
 
 
 @pytest.mark.parametrize("size", [328, 316])

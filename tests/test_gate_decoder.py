@@ -30,13 +30,16 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def requests(target: Any, test_data: Path) -> list[Any]:
-    """Every twelfth question: all thirteen categories."""
+    """Three questions of each of the thirteen categories, and one more."""
     from draftsmith.data_recipes.chat import render_prompt
     from draftsmith.eval.decoder.loop import Request
 
     lines = (test_data / "eval" / "spec_bench.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines[:: len(lines) // PROMPTS]][:PROMPTS]
-    assert len({row["category"] for row in rows}) == 13
+    by_category: dict[str, list[Any]] = {}
+    for row in map(json.loads, lines):
+        by_category.setdefault(row["category"], []).append(row)
+    assert len(by_category) == 13
+    rows = [row for turn in zip(*by_category.values(), strict=False) for row in turn][:PROMPTS]
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": row["turns"][0]}]) for row in rows]
     return [Request(str(row["question_id"]), p, NEW) for row, p in zip(rows, prompts, strict=True)]
 

@@ -130,11 +130,17 @@ def test_typical_acceptance_says_that_it_is_lossy(generate: Any) -> None:
 
 def test_a_raw_prompt_is_continued_as_it_is(generate: Any, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tiny_target.tokenizer(PROMPT).input_ids
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((PROMPT + "\n").encode())))
     answer = json.loads(generate("--raw", "--drafter", "plain", "--json")[0])
     assert answer["prompt_tokens"] == len(ids)
     want = dense_greedy(tiny_target, ids, COUNT)
     assert answer["tokens"] == want[: len(answer["tokens"])]
+
+
+def test_bytes_that_are_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    with pytest.raises(DraftsmithError, match="standard input is not UTF-8 text"):
+        cli._read_stdin()
 
 
 def test_a_stop_token_ends_the_answer(generate: Any, tiny_target: Any, greedy: list[int]) -> None:

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.eval.decoder.sampling import DRAFT, GREEDY, TOKEN, Draws, Sampling, SlotSampling, draw, uniform, warp
+from draftsmith.eval.decoder.sampling import (
+    DRAFT,
+    GREEDY,
+    TOKEN,
+    Draws,
+    Sampling,
+    SlotSampling,
+    draw,
+    largest,
+    uniform,
+    warp,
+)
 
 LIMIT = 1e-6
 
@@ -191,3 +202,24 @@ def test_tokens_too_rare_for_sums_in_fp32_are_drawn() -> None:
     want = torch.arange(1, 20_001, 1000)
     u = (1 + rare * (want.double() - 0.5)) / (1 + rare * 20_000)
     assert torch.equal(draw(p.expand(len(u), -1), u), want)
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    """Logits over a temperature overflow long before it is 0."""
+    logits = torch.randn(1, 3, 50, generator=torch.Generator().manual_seed(4))
+    slots = SlotSampling(1, 50, torch.device("cpu"))
+    for temperature in (1e-20, 1e-38):
+        slots.begin(0, "r", Sampling(temperature=temperature), torch.tensor([1]))
+        p = slots.draws(0, 1, torch.tensor([5])).probabilities(logits)
+        assert torch.equal(p, torch.nn.functional.one_hot(logits.argmax(-1), 50).float())
+
+
+def test_the_largest_of_long_rows_is_the_first_of_equals() -> None:
+    g = torch.Generator().manual_seed(5)
+    for size in (7, 255, 4096, 4099, 49152):
+        x = torch.randint(0, size // 3 + 2, (4, 3, size), generator=g).float()
+        x[0, 0, size // 2] = float("nan")
+        values, index = largest(x)
+        assert torch.equal(index[1:], x[1:].argmax(-1))
+        assert torch.equal(values[1:], x[1:].amax(-1))
+        assert values[0, 0].isnan()

@@ -107,8 +107,8 @@ def decode(
     """Decode requests, at most `slots` at a time, and yield results as they finish.
 
     Args:
-        requests: an iterator is asked as slots become free. A list for many slots may be taken in another order:
-            prompts of equal length are read together.
+        requests: an iterator is asked for as many as there are free slots, and waited for. A list for many slots may
+            be taken in another order: prompts of equal length are read together.
         capacity: rows a sequence may need: prompt + new tokens + the drafter's `rows`; see `rows_needed`.
         timer: filled with where the time went.
         on_token: called with (request id, newly emitted tokens) after each step.
@@ -116,9 +116,12 @@ def decode(
 
     Raises:
         DraftsmithError: an empty prompt, one that doesn't fit the target's context or `capacity`, sampling values out
-            of range, logits that are not numbers.
+            of range, logits that are not numbers. It ends the call; results that were yielded stay good.
     """
     session = _Session(target, drafter, slots, capacity, timer, on_token, typical)
+    if isinstance(requests, Sequence):  # a mistake in one is said before work on the others starts
+        for request in requests:
+            session.check(request)
     with target.capture(drafter.needs) as states:
         session.watch(states)
         many = isinstance(requests, Sequence) and slots >= _SLOTS_PER_FREE
@@ -136,7 +139,7 @@ def decode(
 
 def rows_needed(requests: Iterable[Request], drafter: Drafter) -> int:
     """The least `capacity` with which these requests can be decoded."""
-    return max(len(r.tokens) + r.max_new_tokens for r in requests) + drafter.rows
+    return max((len(r.tokens) + r.max_new_tokens for r in requests), default=0) + drafter.rows
 
 
 class _Session:
@@ -152,11 +155,14 @@ class _Session:
         on_token: Callable[[str, list[int]], None] | None = None,
         typical: Typical | None = None,
     ) -> None:
+        if slots < 1:
+            raise DraftsmithError(f"slots = {slots}: at least one sequence must run")
         self.target, self.drafter, self.on_token, self.typical = target, drafter, on_token, typical
         self.timer = timer or StepTimer()
         drafter.timed = timer is not None
         self.capacity = capacity
-        self.cache = TreeCache(kv_shapes(target), slots, capacity, target.device, target.dtype)
+        rows = min(capacity, target.max_positions + drafter.rows)  # more can't be used: such requests are refused
+        self.cache = TreeCache(kv_shapes(target), slots, rows, target.device, target.dtype)
         self.roots = torch.zeros(slots, dtype=torch.int64, device=target.device)
         self.sampling = SlotSampling(slots, target.vocab_size, target.device)
         self.running: list[_Running] = []
@@ -179,7 +185,7 @@ class _Session:
     def admit(self, requests: list[Request]) -> list[Result]:
         """Prefill requests into the next free slots; the results of those that their first token ends."""
         for request in requests:
-            self._check(request)
+            self.check(request)
         requests = sorted(requests, key=lambda r: len(r.tokens))  # prompts of equal length are read together
         first, count = len(self.running), len(requests)
         if not count:
@@ -204,8 +210,7 @@ class _Session:
                                filled[i].last)  # fmt: skip
             stop = frozenset(self.target.eos_ids) if request.stop is None else request.stop
             self.running.append(_Running(request, stop, [tokens[i]]))
-            if self.on_token:
-                self.on_token(request.id, [tokens[i]])
+            self._tell(request.id, [tokens[i]])
         ended = [i for i in range(count) if self._is_complete(self.running[first + i])]
         return [self._finish(first + i) for i in reversed(ended)]
 
@@ -280,9 +285,13 @@ class _Session:
                 break
         run.tokens += kept
         run.steps.append(StepLog(line.drafted, line.accepted, len(kept)))
-        if self.on_token:
-            self.on_token(run.request.id, kept)
+        self._tell(run.request.id, kept)
         return self._is_complete(run)
+
+    def _tell(self, name: str, tokens: list[int]) -> None:
+        if self.on_token:
+            with torch.inference_mode(False):  # the caller's function, in the caller's mode
+                self.on_token(name, tokens)
 
     @staticmethod
     def _is_complete(run: _Running) -> bool:
@@ -310,17 +319,23 @@ class _Session:
             return torch.empty(len(self.roots), 1, 0, device=self.target.device), None
         return join_states(self.states, needs, self.target.n_layers)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse a request that can't be decoded; raises DraftsmithError."""
         name, prompt, new = f"request {request.id!r}", len(request.tokens), request.max_new_tokens
         if not request.tokens:
             raise DraftsmithError(f"{name} has an empty prompt")
         if new < 1:
             raise DraftsmithError(f"{name}: max_new_tokens {new} must be at least 1")
-        if prompt + new > self.target.max_positions:
+        if not 0 <= min(request.tokens) <= max(request.tokens) < self.target.vocab_size:
+            raise DraftsmithError(f"{name} holds token ids outside the vocabulary of {self.target.vocab_size}")
+        request.sampling.check(self.target.vocab_size)
+        context, reason, whose = self.target.max_positions, self.target.context_reason, "the target's"
+        if self.drafter.context is not None and self.drafter.context < context:
+            context, reason, whose = self.drafter.context, "", "the draft model's"
+        if prompt + new > context:
             raise DraftsmithError(
-                f"{name}: prompt {prompt} + new {new} tokens exceed the target's context of "
-                f"{self.target.max_positions}{self.target.context_reason}: with {new} new tokens a prompt may have "
-                f"{max(0, self.target.max_positions - new)}"
+                f"{name}: prompt {prompt} + new {new} tokens exceed {whose} context of {context}{reason}: "
+                f"with {new} new tokens a prompt may have {max(0, context - new)}"
             )
         need = prompt + new + self.drafter.rows
         if need > self.capacity:

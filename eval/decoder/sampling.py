@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +44,12 @@ class Sampling:
             DraftsmithError: names the value and its range.
         """
         rules = (
-            ("temperature", self.temperature >= 0, "at least 0 (0 = greedy)"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0 (0 = greedy) and finite"),
             ("top_k", 0 <= self.top_k <= vocab_size, f"between 0 (= all) and the vocabulary of {vocab_size}"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 = none)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 = none) and finite"),
+            ("seed", -(2**63) <= self.seed < 2**63, "a whole number of 64 bits"),
         )
         for name, fits, range_ in rules:
             if not fits:
@@ -86,7 +88,8 @@ def warp(logits: Tensor, w: Warp, seen: Tensor | None = None) -> Tensor:
     t = w.temperature[:, None, None]
     best = largest(x)[1][..., None]
     greedy = torch.zeros_like(x).scatter_(-1, best, 1.0)
-    x = x / torch.where(t > 0, t, 1.0)
+    # differences to the largest: a tiny temperature then makes -inf, never inf - inf
+    x = (x - x.amax(-1, keepdim=True)) / torch.where(t > 0, t, 1.0)
     if w.uses_k or w.uses_p:
         x = _truncate(x, w)
     if w.uses_min_p:

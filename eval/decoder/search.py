@@ -20,6 +20,9 @@ Path = tuple[int, ...]
 """Ranks of a node and of those above it among their siblings, from depth 1 down."""
 
 
+MOST_DEPTH = 256
+
+
 class Shape(Protocol):
     """What a drafted tree looks like."""
 
@@ -91,7 +94,7 @@ class Chain(_Known):
     sampled: bool = True
 
     def __post_init__(self) -> None:
-        _at_least_one("depth", self.depth)
+        _check_depth(self.depth)
 
     def nodes(self) -> tuple[Path, ...]:
         """One at each depth."""
@@ -165,7 +168,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         _at_least_one("top_k", self.top_k)
-        _at_least_one("depth", self.depth)
+        _check_depth(self.depth)
         most = 1 + self.top_k + (self.depth - 1) * self.top_k**2
         if self.total < self.depth + 1:
             raise DraftsmithError(
@@ -201,6 +204,12 @@ class Dynamic:
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise DraftsmithError(f"the draft's {name} {value} must be at least 1")
+
+
+def _check_depth(depth: int) -> None:
+    _at_least_one("depth", depth)
+    if depth > MOST_DEPTH:
+        raise DraftsmithError(f"the draft's depth {depth} must be at most {MOST_DEPTH}")
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -48,9 +48,10 @@ class TokenTree:
         parent: [B, N] int64, index of the parent node; -1 for the root.
         depth: [B, N] int64, 0 for the root.
         valid: [B, N] bool, False on nodes that are never accepted: padding, and extra rows that a drafter wants run.
-        deepest: largest depth over all sequences (host side).
+        deepest: largest depth of a valid node over all sequences (host side).
         is_chain: node i is the child of node i-1 in every sequence, so accepted rows already lie in place.
         proposal: where tokens were drawn at random; None = every node is a point mass.
+        deepest_row: largest depth of any node, where rows that are never accepted lie deeper than `deepest`.
     """
 
     tokens: Tensor
@@ -60,13 +61,14 @@ class TokenTree:
     deepest: int
     is_chain: bool
     proposal: Proposal | None = None
+    deepest_row: int = 0
 
     def ancestors(self) -> Tensor | None:
         """Packed masks: int64 [B, N, ceil(N/64)], bit j%64 of word j//64 = this node sees node j (itself included).
 
         None for chains, where every node sees all before it.
         """
-        return None if self.is_chain else pack_ancestors(self.parent, self.deepest)
+        return None if self.is_chain else pack_ancestors(self.parent, max(self.deepest, self.deepest_row))
 
 
 def pack_ancestors(parent: Tensor, deepest: int) -> Tensor:
@@ -148,6 +150,8 @@ class Drafter(abc.ABC):
     """K: deepest drafted depth, root excluded."""
     rows: int = 1
     """N: most rows of a target pass for one sequence: root, drafts and extra rows."""
+    context: int | None = None
+    """Most tokens of a sequence that it can follow; None = as many as the target."""
     wants_choice: bool = False
     seconds: float = 0.0
     timed: bool = False

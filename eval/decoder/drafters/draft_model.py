@@ -49,21 +49,12 @@ class DraftModelDrafter(NetworkDrafter):
                 )
         self.vocabulary = min(target.vocab_size, draft.vocab_size)
         super().__init__(shape, self.vocabulary)
-        self.draft, self.context = draft, target.max_positions
+        self.draft, self.context = draft, draft.max_positions
         self.cache: TreeCache
 
     def allocate(self, slots: int, capacity: int) -> None:
-        """See Drafter.
-
-        Raises:
-            DraftsmithError: sequences may become longer than the draft model's context.
-        """
-        draft, longest = self.draft, min(capacity, self.context)
-        if draft.max_positions < longest:
-            raise DraftsmithError(
-                f"sequences of {longest} tokens exceed the context of {draft.max_positions} of the draft model "
-                f"{draft.id!r}{draft.context_reason}: lower the capacity or take another draft model"
-            )
+        """See Drafter."""
+        draft = self.draft
         # the root has a row here, which it hasn't in the target's cache
         room = capacity + 1 + self.shape.expanded
         self.cache = TreeCache(kv_shapes(draft), slots, room, draft.device, draft.dtype)
@@ -123,7 +114,7 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
     """Refuse a draft model to which a token id means something else than to the target.
 
     Raises:
-        DraftsmithError: names the first difference: a token, a special token, or the probe text.
+        DraftsmithError: names the first difference: a token, or how the probe text is split.
     """
     theirs, own = target.tokenizer, draft.tokenizer
     way_out = "a draft model must share the target's tokenizer"
@@ -136,12 +127,6 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
             f"{names} differ in {len(differing)} tokens: {token!r} is {_id(found.get(token))} to the draft model, "
             f"{_id(wanted.get(token))} to the target; {way_out}"
         )
-    for name in ("bos_token_id", "eos_token_id"):
-        if getattr(own, name) != getattr(theirs, name):
-            raise DraftsmithError(
-                f"{names} differ in {name}: {_id(getattr(own, name))} to the draft model, "
-                f"{_id(getattr(theirs, name))} to the target; {way_out}"
-            )
     ids = [tokenizer.encode(_PROBE, add_special_tokens=False) for tokenizer in (theirs, own)]
     if ids[0] != ids[1]:
         at = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))

@@ -142,8 +142,9 @@ class LookaheadDrafter(Drafter):
         flat = [x for tree in padded for node in tree for x in node]  # a flat list converts many times faster
         nodes = torch.tensor(flat, device=roots.device).view(len(trees), width, len(padding))
         tokens, parent, depth, valid = nodes.unbind(-1)
-        deepest = max(node[2] for tree in trees for node in tree)
-        return TokenTree(tokens, parent, depth, valid.bool(), deepest, False)
+        deepest = max(node[2] for tree in trees for node in tree if node[3])
+        lowest = max(node[2] for tree in trees for node in tree)
+        return TokenTree(tokens, parent, depth, valid.bool(), deepest, False, deepest_row=lowest)
 
     def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
         """See Drafter."""

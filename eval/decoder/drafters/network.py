@@ -14,6 +14,9 @@ from ..sampling import Draws
 from ..search import Shape
 from ..types import Drafter, HostStep, TokenTree, Verdict, clock
 
+# A prompt is read in pieces of so many rows, and fewer where rows x cached rows would make a larger mask than this.
+_MOST_ROWS, _MOST_MASK = 512, 1 << 21
+
 
 class NetworkDrafter(Drafter):
     """A drafter that is its shape's `Network`.
@@ -96,9 +99,13 @@ class HeadDrafter(NetworkDrafter):
         n = len(aux)
         self.cache.lengths[slot] = 0
         view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one])
-        valid = torch.tensor([n], device=aux.device)
-        positions = torch.arange(n, device=aux.device)[None]
-        logits, self.state[one] = self._run(view, tokens[None, 1:], aux[None], positions, valid)
+        group = self.head.config.num_attention_heads // self.head.config.num_key_value_heads
+        rows = max(1, min(_MOST_ROWS, _MOST_MASK // (group * n)))
+        for at in range(0, n, rows):
+            positions = torch.arange(at, min(at + rows, n), device=aux.device)
+            valid = torch.full((1,), len(positions), device=aux.device)
+            read, features = tokens[None, 1 + at : 1 + at + rows], aux[None, at : at + rows]
+            logits, self.state[one] = self._run(view, read, features, positions[None], valid)
         self.logits[one] = logits[:, 0]
         self.cache.longest = max(self.cache.longest, n)
 

@@ -25,7 +25,7 @@ class UnionDrafter(Drafter):
 
     def __init__(self, base: Drafter, lookup: PromptLookupDrafter) -> None:
         self.base, self.lookup = base, lookup
-        self.needs, self.wants_choice = base.needs, base.wants_choice
+        self.needs, self.wants_choice, self.context = base.needs, base.wants_choice, base.context
         self.depth = max(base.depth, lookup.depth)
         self.rows = base.rows + lookup.rows - 1
 
@@ -55,8 +55,8 @@ class UnionDrafter(Drafter):
 
     def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
         """See Drafter; where nothing is found the base's tree stays as it is."""
-        tree = self.base.propose(roots, draws)
         found = self.lookup.continuations(len(roots), roots.device)
+        tree = self.base.propose(roots, draws)
         return tree if found is None else join(tree, *found)
 
     def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
@@ -113,6 +113,7 @@ def join(tree: TokenTree, tokens: Tensor, valid: Tensor) -> TokenTree:
         max(tree.deepest, length),
         False,
         _widen(tree.proposal, length),
+        tree.deepest_row,
     )
 
 
