@@ -78,8 +78,7 @@ class Prefill:
         for i, start in enumerate(kept):
             if start:
                 self.cache.copy(self.row, slot + i, start)
-        parts: list[tuple[Tensor, Tensor | None]] = []
-        logits = torch.empty(0)
+        filled = [Prefilled(torch.empty(0), torch.empty(len(p), 0, device=self.target.device), None) for p in prompts]
         for at in range(0, rows, PREFILL_ROWS):
             ends = [start + min(at + PREFILL_ROWS, rows) for start in kept]
             new = [p[start + at : end] for p, start, end in zip(prompts, kept, ends, strict=True)]
@@ -87,26 +86,34 @@ class Prefill:
             depth = torch.arange(tokens.shape[1], device=tokens.device).expand(len(prompts), -1)
             with self.cache.step(slot, len(prompts), depth, None) as context:
                 logits = forward_with_cache(self.target, tokens, context.positions, self.cache, logits_to_keep=1)
-            for i in range(len(prompts)):
+            states = join_states(self.states, self.needs, self.target.n_layers) if self.states else None
+            for i, start in enumerate(kept):
                 self.cache.advance(slot + i, tokens.shape[1])
-            if self.states:
-                parts.append(join_states(self.states, self.needs, self.target.n_layers))
-        done = [Prefilled(logits[i], *self._states(i, start, parts, logits)) for i, start in enumerate(kept)]
+                filled[i].logits = logits[i]
+                if states is not None:
+                    aux, last = states
+                    self._keep_states(filled[i], aux[i], None if last is None else last[i], start, start + at)
         self.tokens, self.row = prompts[-1], slot + len(prompts) - 1
-        self.aux, self.last = done[-1].aux, done[-1].last
-        return done
+        self.aux, self.last = filled[-1].aux, filled[-1].last
+        return filled
 
-    def _states(
-        self, i: int, start: int, parts: list[tuple[Tensor, Tensor | None]], like: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """States of all rows of prompt i of a pass: the first `start` are the latest prompt's."""
-        if not parts:
-            return like.new_empty(0, 0), None
-        aux = [self.aux[:start], *(a[i] for a, _ in parts)] if start else [a[i] for a, _ in parts]
-        last = [h[i] for _, h in parts if h is not None]
-        if last and start and self.last is not None:
-            last.insert(0, self.last[:start])
-        return torch.cat(aux), torch.cat(last) if last else None
+    def _keep_states(self, filled: Prefilled, aux: Tensor, last: Tensor | None, shared: int, first: int) -> None:
+        """Write the states of a prompt's rows from `first` on; its first `shared` rows are the latest prompt's.
+
+        Room for all rows is made at the first call: joined pieces would be held twice.
+        """
+        count, end = len(filled.aux), first + len(aux)
+        if first == shared:
+            filled.aux = aux.new_empty(count, aux.shape[-1])
+            if shared:
+                filled.aux[:shared] = self.aux[:shared]
+            if last is not None:
+                filled.last = last.new_empty(count, last.shape[-1])
+                if shared and self.last is not None:
+                    filled.last[:shared] = self.last[:shared]
+        filled.aux[first:end] = aux
+        if last is not None and filled.last is not None:
+            filled.last[first:end] = last
 
     def _shared(self, tokens: list[int]) -> int:
         """Rows of the latest prompt that this one begins with, its own last row excluded."""
