@@ -93,7 +93,8 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     sides = 2 * len(requests)
     work = 4 * sides + len(requests)
     with tempfile.TemporaryDirectory() as folder, progress_bar("bench", work, "answers") as bar:
-        shares = [_overhead(target, r, settings.depth, bar.advance) for r in requests]
+        chains = make_drafter(untrained_head(target), target.embed, Chain(settings.depth))
+        shares = [_overhead(target, chains, r, bar.advance) for r in requests]
         figures["overhead_share"] = _spread([x for x in shares if x is not None])
         for name, ours, theirs in _pairs(target, plain_model, settings, Path(folder)):
             figures[name] = _spread(list(_ratios(requests, ours, theirs, bar.advance)))
@@ -213,14 +214,13 @@ def _ratios(requests: Sequence[Request], ours: Run, theirs: Run, advance: Callab
         yield speeds[ours] / speeds[theirs]
 
 
-def _overhead(target: Target, request: Request, depth: int, advance: Callable[[], None]) -> float | None:
-    """Share of a step outside the forward passes of target and head, with an untrained EAGLE-3 head.
+def _overhead(target: Target, drafter: Drafter, request: Request, advance: Callable[[], None]) -> float | None:
+    """Share of a step outside the forward passes of target and drafter.
 
     None for an answer that its first token ended.
     """
-    head = untrained_head(target)
     timer = StepTimer()
-    decode_one(target, make_drafter(head, target.embed, Chain(depth)), request, timer)
+    decode_one(target, drafter, request, timer)
     advance()
     return 1 - (timer.target + timer.draft) / timer.step if timer.steps else None
 

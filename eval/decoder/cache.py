@@ -112,16 +112,15 @@ class StepContext:
         """Key blocks for query rows [count, kv heads, group*N + pad]; shared by all layers with this window."""
         key = (window, group, pad, dtype)
         if key not in self._blocks:
-            shortest, longest = min(self.host_lengths), max(self.host_lengths)
+            shortest = min(self.host_lengths)
             oldest = 0 if window is None else max(0, shortest - window + 1)
             starts = range(oldest // BLOCK * BLOCK, self.span, BLOCK)
-            made = [self._block(at, min(at + BLOCK, self.span), shortest, longest, *key) for at in starts]
+            made = [self._block(at, min(at + BLOCK, self.span), shortest, *key) for at in starts]
             self._blocks[key] = made
         return self._blocks[key]
 
     def _block(
-        self, first: int, stop: int, shortest: int, longest: int,
-        window: int | None, group: int, pad: int, dtype: torch.dtype,
+        self, first: int, stop: int, shortest: int, window: int | None, group: int, pad: int, dtype: torch.dtype,
     ) -> KeyBlock:  # fmt: skip
         if stop <= shortest and window is None:
             return KeyBlock(first, stop, None, None)
