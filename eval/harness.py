@@ -61,11 +61,7 @@ class Bench:
     """One target, one head, and the ways of decoding that an evaluation compares."""
 
     def __init__(self, target: Target, head: DraftHead) -> None:
-        if head.config.target_fingerprint != target.fingerprint:
-            raise DraftsmithError(
-                f"the head was trained for another target: fingerprint {head.config.target_fingerprint[:8]} of "
-                f"{head.config.target_id}, not {target.fingerprint[:8]} of {target.id}; train a head for this one"
-            )
+        target.check_head(head.config)
         self.target = target
         self.head = head
         self.drafters: dict[int, Drafter] = {0: PlainDrafter()}

@@ -65,12 +65,7 @@ class Scheme:
 def _with_head(target: Target, options: SchemeOptions) -> Drafter:
     assert options.head is not None
     head = load_head(options.head)
-    if head.config.target_fingerprint != target.fingerprint:
-        raise DraftsmithError(
-            f"the head in {options.head} was trained for another target: fingerprint "
-            f"{head.config.target_fingerprint[:8]} of {head.config.target_id}, not {target.fingerprint[:8]} of "
-            f"{target.id}; give that model, or a head trained for this one"
-        )
+    target.check_head(head.config)
     return make_drafter(head, target.embed, options.shape())
 
 

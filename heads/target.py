@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import DraftsmithError
 from ..files import canonical_json
 from .base import Needs, TargetParts
+from .config import HeadConfig
 from .linear import can_pack, pack_linears
 
 _EDGE = 64 * 1024
@@ -134,6 +135,15 @@ class Target:
                     f"{type(self.model).__name__}: its {what} differ by {worst:.3g} (they reach {scale:.3g}) from "
                     "plain embedding, final norm and output head: it scales or caps them; it can't be trained for yet"
                 )
+
+    def check_head(self, config: HeadConfig) -> None:
+        """Refuse a head that was trained for another target; raises DraftsmithError."""
+        if config.target_fingerprint != self.fingerprint:
+            raise DraftsmithError(
+                f"the head was trained for another target: fingerprint {config.target_fingerprint[:8]} of "
+                f"{config.target_id}, not {self.fingerprint[:8]} of {self.id}; take that model, or train a head for "
+                "this one"
+            )
 
     @contextlib.contextmanager
     def attention(self, name: str | None = None) -> Iterator[None]:
