@@ -10,19 +10,21 @@ export TORCH_EXTENSIONS_DIR := $(VENV)/torch_extensions
 export TOKENIZERS_PARALLELISM := false
 
 # only variables that are set are passed on; the defaults are the command line's
-run_flags = $(if $(MODEL),--model "$(MODEL)") $(if $(HEAD),--head "$(HEAD)") $(if $(RUN),--run "$(RUN)")
+model_flag = $(if $(MODEL),--model "$(MODEL)")
+run_flags = $(model_flag) $(if $(HEAD),--head "$(HEAD)") $(if $(RUN),--run "$(RUN)")
 train_flags = $(run_flags) $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--data "$(DATA)") \
 	$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)") $(if $(NNODES),--nnodes "$(NNODES)") \
 	$(if $(NODE_RANK),--node-rank "$(NODE_RANK)") $(if $(MASTER),--master "$(MASTER)")
 
-.PHONY: help setup train eval bench test lint gate clean no-push
+.PHONY: help setup train eval compare tour bench test lint gate clean no-push
 
 help: ## show this
 	@echo "make TARGET [VARIABLE=value ...]"
 	@echo
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  \1	\2/' | expand -t 12
 	@echo
-	@echo "variables of train (eval takes MODEL, HEAD, RUN):"
+	@echo "variables of train (eval takes MODEL, HEAD, RUN; compare MODEL, HEADS, DRAFT_MODEL; tour MODEL, HEADS, RECIPE,"
+	@echo "MINUTES of each head's training, GPUS):"
 	@echo "  MODEL       a short name (configs/models/), a hub id or a folder   [smollm2-135m]"
 	@echo "  HEAD        the kind of draft head (configs/heads/)                [eagle3]"
 	@echo "  RECIPE      where prompts come from (configs/recipes/)             [the model's own]"
@@ -31,6 +33,8 @@ help: ## show this
 	@echo "  GPUS        devices on this machine                                [all visible]"
 	@echo "  NNODES, NODE_RANK, MASTER   several machines: how many, which one this is, host of the first"
 	@echo "  RUN         name of the run, to keep several heads of one kind"
+	@echo "  HEADS       names of heads with commas between                     [all]"
+	@echo "  DRAFT_MODEL a small model of the same tokenizer, to be compared, too"
 
 setup: ## create .venv and install everything (nothing to do the second time)
 	@$(PYTHON) scripts/setup.py
@@ -41,6 +45,14 @@ train: no-push setup ## train, measure and report a draft head: make train MODEL
 eval: setup ## measure a trained head on all held-out prompts
 	@$(BIN)/draftsmith eval $(run_flags)
 
+compare: setup ## measure every trained head and every scheme without training in turns: make compare MODEL=Qwen3-8B
+	@$(BIN)/draftsmith compare $(model_flag) $(if $(HEADS),--heads "$(HEADS)") \
+		$(if $(DRAFT_MODEL),--draft-model "$(DRAFT_MODEL)")
+
+tour: no-push setup ## train every head family for a few minutes on the same answers, then compare them (an hour)
+	@$(BIN)/draftsmith tour $(model_flag) $(if $(HEADS),--heads "$(HEADS)") $(if $(RECIPE),--recipe "$(RECIPE)") \
+		$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)")
+
 test: setup ## run the test suite
 	@$(BIN)/pytest -q
 
@@ -48,11 +60,11 @@ lint: setup ## formatting, style, types, import floors
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	cd .venv/link && $(BIN)/mypy --config-file draftsmith/pyproject.toml --cache-dir draftsmith/.mypy_cache -p draftsmith
-	$(BIN)/mypy scripts
+	MYPYPATH=.venv/link $(BIN)/mypy scripts
 	PYTHONPATH=.venv/link $(BIN)/lint-imports
 
 bench: setup ## measure the decoder against transformers.generate: make bench BENCH=decoder (a quarter of an hour)
-	@$(BIN)/draftsmith bench $(or $(BENCH),decoder) $(if $(MODEL),--model "$(MODEL)")
+	@$(BIN)/draftsmith bench $(or $(BENCH),decoder) $(model_flag)
 
 gate: setup ## overfit the default target: the gate for changes to training or decoding (minutes)
 	@$(BIN)/pytest -q -m gate

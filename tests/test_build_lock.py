@@ -116,6 +116,21 @@ def test_prepare_sets_the_folder_inside_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
 
 
+def test_the_environments_own_ninja_comes_first(tmp_path, monkeypatch):
+    """Another version wouldn't believe the log of the one that built, and compile everything again."""
+    folders = [tmp_path / "system", tmp_path / "own"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "ninja").write_text("#!/bin/sh\n")
+        (folder / "ninja").chmod(0o755)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(folders[0]))
+    monkeypatch.setattr(sys, "executable", str(folders[1] / "python"))
+    for _ in range(2):
+        prepare_extensions(lambda line: None)
+        assert os.environ["PATH"] == os.pathsep.join(str(folder) for folder in reversed(folders))
+
+
 def test_torch_no_longer_hangs_after_a_killed_build(tmp_path, extension, start):
     """The real thing: torch's own lock, left by a killed process, then taken by the next."""
     from torch.utils.file_baton import FileBaton

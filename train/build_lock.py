@@ -28,11 +28,13 @@ def prepare_extensions(notify: Callable[[str], None] = _to_stderr) -> Path | Non
     """Make the environment fit for DeepSpeed's extensions: call it before DeepSpeed is imported.
 
     In a virtual environment the extensions live in its `torch_extensions` folder unless TORCH_EXTENSIONS_DIR says
-    otherwise, and its `bin` (with ninja) is put on PATH where ninja isn't found. Then left-over locks are removed.
+    otherwise, and its `bin` comes first on PATH if it has ninja. Then left-over locks are removed.
     Returns the folder, or None where PyTorch's own default is used.
     """
     binaries = str(Path(sys.executable).parent)
-    if shutil.which("ninja") is None and os.path.exists(os.path.join(binaries, "ninja")):
+    own = os.path.join(binaries, "ninja")
+    if os.path.exists(own) and shutil.which("ninja") != own:
+        # versions of ninja don't believe each other's logs: with another one everything would be compiled again
         os.environ["PATH"] = binaries + os.pathsep + os.environ.get("PATH", "")
     if not os.environ.get("TORCH_EXTENSIONS_DIR"):
         if sys.prefix == sys.base_prefix:

@@ -31,7 +31,7 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over prefix slots and tree ancestors.
+    """Attend over prefix slots and tree ancestors: a Triton kernel where the cache says so, else PyTorch as follows.
 
     Keys are read in blocks at fixed places; each gives an output and the log of its sum of exponentials, and these
     are merged: no mask is ever longer than a block, and a row's bits don't depend on the rows beside it.
@@ -49,13 +49,21 @@ def tree_attention(
         raise RuntimeError("tree attention runs only inside a TreeCache step")
     context.layers.append(sliding_window)
     b, heads, n, dim = query.shape
+    scale = dim**-0.5 if scaling is None else scaling
+    if context.kernels:
+        from .kernels.tree_attention import tree_attention as kernel  # Triton isn't everywhere
+
+        out = kernel(
+            query, key, value, context.lengths, context.depth, context.ancestors,
+            earlier=context.earlier, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux,
+        )  # fmt: skip
+        return out, None
     kv = key.shape[1]
     group = heads // kv
     pad = max(0, _MIN_ROWS - group * n)
     q = query.reshape(b, kv, group * n, dim)
     if pad:
         q = F.pad(q, (0, 0, 0, pad))
-    scale = dim**-0.5 if scaling is None else scaling
     blocks = context.blocks(sliding_window, group, pad, query.dtype)
     fused = softcap is None and q.device.type == "cpu" and dim == value.shape[-1]
     parts = (_fused(q, key, value, x, scale) if fused else _explicit(q, key, value, x, scale, softcap) for x in blocks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from . import kernels
 from .types import WORD
 
 BLOCK = 512
@@ -20,6 +21,7 @@ don't depend on where the rows beside it stand."""
 # The last block is read up to one of a few widths. For few sequences only those are used that this CPU's kernel gives
 # the same bits for; large batches, where nothing is compared bit for bit, may take any.
 _EXACT_BATCH, _GRANULE = 8, 64
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @functools.lru_cache
@@ -41,6 +43,15 @@ def exact_widths(dtype: torch.dtype) -> tuple[int, ...]:
                 same = same and all(torch.equal(x, y) for x, y in zip(whole, part, strict=True))
         found += [width] if same else []
     return tuple(sorted(found))
+
+
+def bucket(end: int) -> int:
+    """Slots that a pass with kernels may read, at least `end`: steps of an eighth to a quarter, so that few differ.
+
+    The kernels stop at each sequence's own length: what a bucket is too large by costs no reading.
+    """
+    step = max(BLOCK, 1 << max(0, (end - 1).bit_length() - 3))
+    return -(-end // step) * step
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -81,8 +92,9 @@ class StepContext:
         depth: [count, T] position of each row of this step behind the length, T = earlier + N.
         ancestors: packed masks [count, N, W] over the T rows, None = every row sees all before it.
         span: slots up to which anything may be read.
+        kernels: the Triton kernels run; nothing but `span` then depends on what the host knows of the lengths.
         positions: [count, N] position of each new row.
-        slots: [count, N] cache slot of each new row.
+        slots: [count, N] cache slot of each new row; sequences: [count, 1] numbers of the cache rows from `first` on.
         start: slot of the first new row where it is the same in all sequences (a plain copy then), else None.
         layers: window that each attention layer handed over, in call order.
     """
@@ -95,8 +107,10 @@ class StepContext:
     depth: Tensor
     ancestors: Tensor | None
     span: int
+    kernels: bool
     positions: Tensor = field(init=False)
     slots: Tensor = field(init=False)
+    sequences: Tensor = field(init=False)
     start: int | None = field(init=False)
     layers: list[int | None] = field(default_factory=list)
     _blocks: dict[tuple[int | None, int, int, torch.dtype], list[KeyBlock]] = field(default_factory=dict)
@@ -105,8 +119,10 @@ class StepContext:
         n = self.depth.shape[1] - self.earlier
         self.positions = self.lengths[:, None] + self.depth[:, self.earlier :]
         self.slots = self.lengths[:, None] + self.earlier + torch.arange(n, device=self.lengths.device)
+        self.sequences = torch.arange(self.count, device=self.lengths.device)[:, None]
         host = self.host_lengths
-        self.start = host[0] + self.earlier if host.count(host[0]) == len(host) else None
+        equal = not self.kernels and host.count(host[0]) == len(host)
+        self.start = host[0] + self.earlier if equal else None
 
     def blocks(self, window: int | None, group: int, pad: int, dtype: torch.dtype) -> list[KeyBlock]:
         """Key blocks for query rows [count, kv heads, group*N + pad]; shared by all layers with this window."""
@@ -176,6 +192,8 @@ class TreeCache(Cache):
     Attributes:
         lengths: [B] int64 on the device: rows that stay. Rows of a running tree lie behind them.
         host_lengths: the same on the host, kept by the loop's own bookkeeping.
+        kernels: attention and compaction run as Triton kernels, unless a head is larger than these can hold; the only
+            place where that is decided for them.
     """
 
     def __init__(
@@ -200,6 +218,8 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.host_lengths = [0] * batch
         self.device, self.dtype = device, dtype
+        largest = max(max(k, v) for _, k, v in shapes)
+        self.kernels = kernels.usable(device) and dtype in _KERNEL_DTYPES and largest <= kernels.LARGEST_HEAD
 
     @contextlib.contextmanager
     def step(
@@ -213,18 +233,21 @@ class TreeCache(Cache):
             earlier: rows that earlier passes wrote behind the lengths and that were not kept (a drafting network's).
         """
         host = self.host_lengths[first : first + count]
-        span = self._span(max(host) + depth.shape[1], exact=count <= _EXACT_BATCH)
+        span = self.span_of(first, count, depth.shape[1])
         lengths = self.lengths[first : first + count]
-        _ACTIVE.append(StepContext(first, count, earlier, lengths, host, depth, ancestors, span))
+        _ACTIVE.append(StepContext(first, count, earlier, lengths, host, depth, ancestors, span, self.kernels))
         try:
             yield _ACTIVE[-1]
         finally:
             _ACTIVE.pop()
 
-    def _span(self, end: int, exact: bool) -> int:
-        """Slots to read where the last row lies at end - 1."""
+    def span_of(self, first: int, count: int, rows: int) -> int:
+        """Slots that a pass may read which ends `rows` rows behind the lengths of sequences first..first+count-1."""
+        end = max(self.host_lengths[first : first + count]) + rows
+        if self.kernels:
+            return min(bucket(end), self.capacity)
         whole = (end - 1) // BLOCK * BLOCK
-        if self.device.type == "cpu" and exact:
+        if self.device.type == "cpu" and count <= _EXACT_BATCH:
             return whole + next(w for w in exact_widths(self.dtype) if whole + w >= end)
         return min(-(-end // _GRANULE) * _GRANULE, self.capacity)
 
@@ -243,14 +266,17 @@ class TreeCache(Cache):
             if start is not None:
                 store[:, :, start : start + new.shape[2]] = new
             else:
-                index = torch.arange(context.count, device=self.device)[:, None]
-                store[index, :, context.slots] = new.transpose(1, 2)
+                store[context.sequences, :, context.slots] = new.transpose(1, 2)
             out.append(store[:, :, : context.span])
         return out[0], out[1]
 
     def keep(self, count: int, path: Tensor | None, n_rows: Tensor, host_rows: list[int]) -> None:
         """Keep n_rows [count] of the rows just written: those of path [count, P], or the first ones without a path."""
-        if path is not None:
+        if path is not None and self.kernels:
+            from .kernels.compaction import compact
+
+            compact(self.arenas, self.lengths[:count], path, n_rows)
+        elif path is not None:
             lengths = self.lengths[:count, None]
             p = path.shape[1]
             source, goal = lengths + path, lengths + torch.arange(p, device=self.device)

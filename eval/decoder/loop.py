@@ -13,9 +13,11 @@ from ...errors import DraftsmithError
 from ...heads.base import Needs
 from ...heads.target import Target, join_states
 from .cache import TreeCache
+from .graphs import CapturedPass
 from .prefill import Prefill
-from .probe import forward_with_cache, kv_shapes
+from .probe import kv_shapes, tree_pass
 from .sampling import GREEDY, Sampling, SlotSampling, largest
+from .transfer import upload
 from .types import Drafter, HostStep, TokenTree, Verdict, chain, clock
 from .verify import Typical, verify
 
@@ -103,6 +105,7 @@ def decode(
     timer: StepTimer | None = None,
     on_token: Callable[[str, list[int]], None] | None = None,
     typical: Typical | None = None,
+    graphs: bool = False,
 ) -> Iterator[Result]:
     """Decode requests, at most `slots` at a time, and yield results as they finish.
 
@@ -113,12 +116,15 @@ def decode(
         timer: filled with where the time went.
         on_token: called with (request id, newly emitted tokens) after each step.
         typical: accept drafts that are merely typical of the target (lossy) instead of by its exact law.
+        graphs: replay the target's passes as CUDA graphs (`graphs.py`). Off: it has not been run on a GPU yet, and
+            stays so until `scripts/gpu_check.py`, its only user, has measured it.
 
     Raises:
         DraftsmithError: an empty prompt, one that doesn't fit the target's context or `capacity`, sampling values out
-            of range, logits that are not numbers. It ends the call; results that were yielded stay good.
+            of range, logits that are not numbers, graphs without the kernels. It ends the call; results that were
+            yielded stay good.
     """
-    session = _Session(target, drafter, slots, capacity, timer, on_token, typical)
+    session = _Session(target, drafter, slots, capacity, timer, on_token, typical, graphs)
     if isinstance(requests, Sequence):  # a mistake in one is said before work on the others starts
         for request in requests:
             session.check(request)
@@ -154,6 +160,7 @@ class _Session:
         timer: StepTimer | None = None,
         on_token: Callable[[str, list[int]], None] | None = None,
         typical: Typical | None = None,
+        graphs: bool = False,
     ) -> None:
         if slots < 1:
             raise DraftsmithError(f"slots = {slots}: at least one sequence must run")
@@ -166,6 +173,7 @@ class _Session:
         self.roots = torch.zeros(slots, dtype=torch.int64, device=target.device)
         self.sampling = SlotSampling(slots, target.vocab_size, target.device)
         self.running: list[_Running] = []
+        self.captured = CapturedPass(target, self.cache) if graphs else None
         self.watch({})
         drafter.allocate(slots, self.cache.capacity)
 
@@ -193,7 +201,7 @@ class _Session:
         for slot in range(first, first + count):
             self.cache.clear(slot)
         filled = self.prefill.run(first, [r.tokens for r in requests])
-        prompts = [torch.tensor(r.tokens, device=self.target.device) for r in requests]
+        prompts = [upload(r.tokens, self.target.device) for r in requests]
         for i, request in enumerate(requests):
             self.sampling.begin(first + i, request.id, request.sampling, prompts[i])
         # the first token is the bonus of a tree whose root is the prompt's last token
@@ -245,12 +253,13 @@ class _Session:
         """The part of a step that is queued on the device without waiting for it."""
         draws = self.sampling.draws(0, b, self.cache.lengths[:b])
         tree = self.drafter.propose(self.roots[:b], draws)
-        with self.cache.step(0, b, tree.depth, tree.ancestors()) as context:
-            started = self._now()
-            # nodes past the context are never emitted; a table of positions or a rope's boundary must not be passed
-            positions = context.positions.clamp(max=self.target.max_positions - 1)
-            logits = forward_with_cache(self.target, tree.tokens, positions, self.cache)
-            self.timer.target += self._now() - started
+        ancestors = tree.ancestors()
+        started = self._now()
+        if self.captured is None:
+            logits = tree_pass(self.target, self.cache, tree.tokens, tree.depth, ancestors)
+        else:
+            logits = self.captured.run(tree.tokens, tree.depth, ancestors, self.states)
+        self.timer.target += self._now() - started
         return tree, logits, verify(tree, logits, draws, self.typical)
 
     def _fetch(self, tree: TokenTree, logits: Tensor, verdict: Verdict) -> list[_Line]:
@@ -263,7 +272,7 @@ class _Session:
             (tree.depth * tree.valid).amax(1, keepdim=True),
         ]
         if self.drafter.wants_choice:
-            columns.append(largest(logits)[1])
+            columns.append(largest(logits)[1] if verdict.choice is None else verdict.choice)
         p = verdict.path.shape[1]
         lines = []
         for run, row in zip(self.running, torch.cat(columns, 1).tolist(), strict=True):

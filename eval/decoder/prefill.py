@@ -11,6 +11,7 @@ from ...heads.base import Needs
 from ...heads.target import Target, join_states
 from .cache import TreeCache
 from .probe import forward_with_cache
+from .transfer import upload
 
 PREFILL_ROWS = 512
 # Shorter common beginnings aren't worth the copy.
@@ -82,7 +83,7 @@ class Prefill:
         for at in range(0, rows, PREFILL_ROWS):
             ends = [start + min(at + PREFILL_ROWS, rows) for start in kept]
             new = [p[start + at : end] for p, start, end in zip(prompts, kept, ends, strict=True)]
-            tokens = torch.tensor(new, device=self.target.device)
+            tokens = upload(new, self.target.device)
             depth = torch.arange(tokens.shape[1], device=tokens.device).expand(len(prompts), -1)
             with self.cache.step(slot, len(prompts), depth, None) as context:
                 logits = forward_with_cache(self.target, tokens, context.positions, self.cache, logits_to_keep=1)

@@ -32,6 +32,18 @@ def forward_with_cache(
     return logits
 
 
+def tree_pass(target: Target, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor | None) -> Tensor:
+    """The pass of a step: rows of the trees of the cache's first B sequences; logits [B, N, V].
+
+    Args:
+        tokens, depth: [B, N]; ancestors: packed [B, N, W], None for chains.
+    """
+    with cache.step(0, len(tokens), depth, ancestors) as context:
+        # nodes past the context are never emitted; a table of positions or a rope's boundary must not be passed
+        positions = context.positions.clamp(max=target.max_positions - 1)
+        return forward_with_cache(target, tokens, positions, cache)
+
+
 def _cache_keyword(body: Any) -> str:
     """transformers renamed `past_key_values` to `cache`: pick by the body's signature."""
     if body not in _KEYWORDS:

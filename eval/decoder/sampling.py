@@ -162,11 +162,12 @@ def sequence_key(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
-def uniform(seeds: Tensor, keys: Tensor, positions: Tensor, number: int) -> Tensor:
+def uniform(seeds: Tensor, keys: Tensor, positions: Tensor, number: int | Tensor) -> Tensor:
     """Uniform numbers in [0, 1), fp64, a pure function of (seed, sequence, position, draw).
 
     Args:
-        seeds, keys: [B] int64; positions: [B, ...] int64; number: which draw at that position.
+        seeds, keys: [B] int64; positions: [B, ...] int64; number: which draw at that position, or several that
+            broadcast with positions.
     """
     shape = (-1, *[1] * (positions.ndim - 1))
     h = _mix(seeds.view(shape))
@@ -213,7 +214,7 @@ class Draws:
         """Warped probabilities [B, M, V] of logits [B, M, V]; see `warp`."""
         return warp(logits, self.warp, seen)
 
-    def uniform(self, depth: int | Tensor, number: int) -> Tensor:
+    def uniform(self, depth: int | Tensor, number: int | Tensor) -> Tensor:
         """Numbers for tokens at `depth` below the roots: [B] for an int, else the shape of depth [B, ...]."""
         if isinstance(depth, int):
             return uniform(self.seeds, self.keys, self.roots + depth, number)

@@ -52,6 +52,7 @@ class TokenTree:
         is_chain: node i is the child of node i-1 in every sequence, so accepted rows already lie in place.
         proposal: where tokens were drawn at random; None = every node is a point mass.
         deepest_row: largest depth of any node, where rows that are never accepted lie deeper than `deepest`.
+        bits: what `ancestors` returns, where it is known beforehand.
     """
 
     tokens: Tensor
@@ -62,13 +63,16 @@ class TokenTree:
     is_chain: bool
     proposal: Proposal | None = None
     deepest_row: int = 0
+    bits: Tensor | None = None
 
     def ancestors(self) -> Tensor | None:
         """Packed masks: int64 [B, N, ceil(N/64)], bit j%64 of word j//64 = this node sees node j (itself included).
 
         None for chains, where every node sees all before it.
         """
-        return None if self.is_chain else pack_ancestors(self.parent, max(self.deepest, self.deepest_row))
+        if self.is_chain or self.bits is not None:
+            return self.bits
+        return pack_ancestors(self.parent, max(self.deepest, self.deepest_row))
 
 
 def pack_ancestors(parent: Tensor, deepest: int) -> Tensor:
@@ -115,12 +119,14 @@ class Verdict:
         n_accepted: [B] int64, accepted nodes, root excluded.
         bonus: [B] int64, the target's own token after the last accepted node: the next root.
         finite: [B] bool, False where the target's logits of any row are NaN or infinite upwards.
+        choice: [B, N] int64, the target's most likely token after every node, where verification needed it.
     """
 
     path: Tensor
     n_accepted: Tensor
     bonus: Tensor
     finite: Tensor
+    choice: Tensor | None = None
 
 
 @dataclass(frozen=True)

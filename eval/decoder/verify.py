@@ -21,7 +21,8 @@ emit p_{r+1}, this one emits min(p_r, q_r) + max(0, p_r - q_r) = p_r; the last d
 A point mass x is the case in which q_r is all on x: accepted with probability p_r(x), refused p_r[x] <- 0. It may
 depend on the siblings before it, and leaves the row that others are drawn from alone: both kinds may stand in one node.
 
-Everything is vectorised over the batch and waits for the device nowhere.
+Everything is vectorised over the batch and waits for the device nowhere. Where the Triton kernels run, a walk is one
+launch; sampled ones then take the target's law of all nodes at once instead of a depth at a time.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from . import kernels
 from .sampling import ACCEPT, TOKEN, Draws, draw, largest
 from .types import Proposal, TokenTree, Verdict
-from .typical import Typical, accept_typical
+from .typical import Typical, accept_typical, seen_on_path
 
 __all__ = ["Typical", "verify"]
 
 TINY = torch.finfo(torch.float32).tiny
+# Values that are warped at a time (1 GiB of fp32): sorting and masks take several times the room of what they work on.
+_MOST_VALUES = 1 << 28
 
 Choice = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 """(depth, nodes [B], seen [B, V] or None) -> (token to emit if the walk ends here, child to go to, whether it does)."""
@@ -58,18 +62,21 @@ def verify(tree: TokenTree, logits: Tensor, draws: Draws, typical: Typical | Non
         typical: accept by likelihood instead, which changes what sampled sequences are distributed like; without
             effect where all are greedy.
     """
+    fused, want = kernels.usable(logits.device), None
     if draws.greedy:
         best, want = largest(logits)
-        accepted = walk(tree, None, partial(_largest, tree, want))
+        accepted = _fused_greedy(tree, want) if fused else walk(tree, None, partial(_largest, tree, want))
     else:
         best = logits.amax(-1)
         if typical is not None:
             accepted = accept_typical(tree, logits, draws, typical)
+        elif fused:
+            accepted = _fused_sampled(tree, logits, draws)
         elif tree.proposal is None:
             accepted = walk(tree, draws.seen, partial(_match, tree, logits, draws))
         else:
             accepted = walk(tree, draws.seen, partial(_ratio, tree, tree.proposal, logits, draws))
-    return Verdict(*accepted, finite=(best.isfinite() | ~tree.valid).all(1))
+    return Verdict(*accepted, finite=(best.isfinite() | ~tree.valid).all(1), choice=want)
 
 
 def walk(tree: TokenTree, seen: Tensor | None, choose: Choice) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,6 +140,39 @@ def _ratio(
         p = torch.where(refused[:, None], residual(p, drafted), p)
         q = torch.where((refused & drawn)[:, None], without(q, token), q)
     return draw(p, draws.uniform(depth + 1, TOKEN)), taken, found
+
+
+# --- the same by the kernels ------------------------------------------------------------------------------------------
+
+
+def _fused_greedy(tree: TokenTree, want: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels.verification import verify_greedy  # Triton isn't everywhere
+
+    return verify_greedy(tree, want)
+
+
+def _fused_sampled(tree: TokenTree, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+    """Law 1 or 2."""
+    from .kernels.verification import verify_sampled
+
+    depths = torch.arange(1, tree.deepest + 2, device=logits.device).expand(len(logits), -1)
+    u_accept = None
+    if tree.proposal is not None:
+        ranks = torch.arange(tree.proposal.width, device=logits.device)
+        u_accept = draws.uniform(depths[:, :-1, None], ACCEPT + ranks)
+    return verify_sampled(tree, law_of_all(tree, logits, draws), draws.uniform(depths, TOKEN), u_accept)
+
+
+def law_of_all(tree: TokenTree, logits: Tensor, draws: Draws) -> Tensor:
+    """The target's warped probabilities behind every node, fp32 [B, N, V]."""
+    b, n, vocab = logits.shape
+    seen = None if draws.seen is None else seen_on_path(tree, draws.seen)
+    p = torch.empty(b, n, vocab, dtype=torch.float32, device=logits.device)
+    step = max(1, _MOST_VALUES // (b * vocab))
+    for at in range(0, n, step):
+        rows = slice(at, at + step)
+        p[:, rows] = draws.probabilities(logits[:, rows], None if seen is None else seen[:, rows])
+    return p
 
 
 # --- their parts ------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import torch
 from torch import Tensor
 
 from ....errors import DraftsmithError
 from ..sampling import Draws
+from ..transfer import upload
 from ..types import Drafter, HostStep, TokenTree, Verdict
 
 # One node on the host: token, parent, depth, whether it may be accepted (0 or 1).
@@ -140,7 +140,7 @@ class LookaheadDrafter(Drafter):
         padding: _Node = (0, 0, 1, 0)
         padded = ((*tree, *[padding] * (width - len(tree))) for tree in trees)
         flat = [x for tree in padded for node in tree for x in node]  # a flat list converts many times faster
-        nodes = torch.tensor(flat, device=roots.device).view(len(trees), width, len(padding))
+        nodes = upload(flat, roots.device).view(len(trees), width, len(padding))
         tokens, parent, depth, valid = nodes.unbind(-1)
         deepest = max(node[2] for tree in trees for node in tree if node[3])
         lowest = max(node[2] for tree in trees for node in tree)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....errors import DraftsmithError
 from ..sampling import Draws
+from ..transfer import upload
 from ..types import Drafter, HostStep, TokenTree, Verdict, chain
 
 
@@ -83,7 +84,7 @@ class PromptLookupDrafter(Drafter):
         if not width:
             return None
         lines = [[*line, *[-1] * (width - len(line))] for line in found]
-        tokens = torch.tensor(lines, device=device)
+        tokens = upload(lines, device)
         return tokens.clamp(min=0), tokens >= 0
 
     def propose(self, roots: Tensor, draws: Draws) -> TokenTree:
