@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -74,7 +74,32 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "tree": (
-        Annotated[str | None, typer.Option(help="chain:4, static:0,1,0.0 or dynamic:10x6x60.  [chain:4]")],
+        Annotated[
+            str | None,
+            typer.Option(
+                help="chain:4, static:0,1,0.0, dynamic:10x6x60, or own:16, the tree measured for the head.  [a head's: "
+                "the one its report chose; else chain:4]"
+            ),
+        ],
+        None,
+    ),
+    "heads": (
+        Annotated[str | None, typer.Option(help="Names of heads (HEAD or HEAD@RUN), with commas between.  [all]")],
+        None,
+    ),
+    "prompts": (Annotated[int | None, typer.Option(min=1, help="Held-out prompts.  [8]")], None),
+    "answer_tokens": (
+        Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.  [64]")],
+        None,
+    ),
+    "with_union": (
+        Annotated[
+            bool, typer.Option("--with-prompt-lookup", help="Also join looked-up drafts to the fastest head's trees.")
+        ],
+        False,
+    ),
+    "train_minutes": (
+        Annotated[float | None, typer.Option("--minutes", min=0.01, help="Training of each.  [4]")],
         None,
     ),
     "with_prompt_lookup": (
@@ -128,6 +153,14 @@ _COMMANDS: dict[str, tuple[str, set[str]]] = {
         "Answer a prompt with any drafting scheme, streamed; what the target says stays the same, it comes faster.",
         {"prompt", "model", "drafter", "head", "run", "runs", "draft_model", "tree", "with_prompt_lookup", *_SAMPLING,
          "max_new_tokens", "stop_token", "typical", "raw", "json_"},
+    ),
+    "compare": (
+        "Decode the same prompts with every trained head and every scheme without training, in turns: one table.",
+        {"model", "runs", "heads", "prompts", "answer_tokens", "draft_model", "with_union", "json_"},
+    ),
+    "tour": (
+        "Train every head family for a few minutes on the same answers, then compare them. Goes on where it was.",
+        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "runs", "set_", "json_"},
     ),
     "bench": (
         "Measure the decoder against transformers.generate, in turns; writes RUNS/bench/NAME.json.",
@@ -213,6 +246,61 @@ def _generate(command: str, values: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
 
 
+def _compare(command: str, values: dict[str, Any]) -> None:
+    """Compare what is there."""
+    from .run_config import DEFAULT_MODEL
+
+    names = {"answer_tokens": "max_new_tokens", "with_union": "with_prompt_lookup"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
+    if "heads" in given:
+        given["heads"] = _names(given["heads"])
+
+    def work() -> dict[str, Any]:
+        from .eval.compare import CompareSettings, compare
+
+        return compare(CompareSettings(**{"model": DEFAULT_MODEL, "runs": Path("runs"), **given}))
+
+    _show_comparison(work, values["json_"])
+
+
+def _tour(command: str, values: dict[str, Any]) -> None:
+    """Train all heads, then compare them."""
+    overrides = [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
+    names = {"train_minutes": "minutes"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
+    if "heads" in given:
+        given["heads"] = _names(given["heads"])
+
+    def work() -> dict[str, Any]:
+        from .tour import TourSettings, tour
+
+        return tour(TourSettings(**given, overrides=overrides))
+
+    _show_comparison(work, values["json_"])
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise DraftsmithError(f"--heads {text!r} names no head: write e.g. --heads eagle3,medusa1")
+    return names
+
+
+def _show_comparison(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    try:
+        with stdout_as_stderr():
+            result = work()
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        return
+    from .eval.report.comparison import print_comparison
+
+    print_comparison(result)
+
+
 def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
@@ -239,7 +327,7 @@ def _bench(command: str, values: dict[str, Any]) -> None:
 
 
 # Commands that no configuration of a run stands behind.
-_OWN = {"generate": _generate, "bench": _bench}
+_OWN = {"generate": _generate, "compare": _compare, "tour": _tour, "bench": _bench}
 
 
 def _show(command: str, result: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .data_recipes.recipe import load_recipe, recipe_from_path
 from .errors import DraftsmithError
 from .heads.resolve import HUB_RECIPE, model_entry, model_names, resolve_target
-from .train.settings import HeadSettings, TrainSettings, load_head_recipe
+from .train.settings import CHAINS, HeadSettings, TrainSettings, load_head_recipe
 
 DEFAULT_MODEL, DEFAULT_HEAD, DEFAULT_MINUTES = "smollm2-135m", "eagle3", 15.0
 RUN_EVAL = {"prompts": 20, "max_new_tokens": 64}
@@ -90,7 +90,8 @@ class EvalSection(_Strict):
     tuning_new_tokens: int = Field(default=32, ge=1)
     timed_prompts: int = Field(default=4, ge=1)
     timed_new_tokens: int = Field(default=20, ge=1)
-    depths: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
+    trees: list[str] = Field(default=CHAINS, min_length=1)
+    """By default what the head's file names under `decode`."""
 
 
 class RunConfig(_Strict):
@@ -98,6 +99,8 @@ class RunConfig(_Strict):
 
     model: str = DEFAULT_MODEL
     head: str = DEFAULT_HEAD
+    weights_of: str | None = None
+    """The head that is trained, where `head` is another way to decode it; follows from the head's file."""
     head_options: HeadSettings
     recipe: str
     data: Path | None = Field(default=None, strict=False)
@@ -117,6 +120,7 @@ class RunConfig(_Strict):
     def tree(self) -> dict[str, Any]:
         """Plain values in the form that `--config` reads back."""
         values = self.model_dump(mode="json")
+        values.pop("weights_of")
         values["head"] = {"name": values["head"], **values.pop("head_options")}
         if self.data is not None:
             values.pop("recipe")  # the data's own name: it follows from the path
@@ -142,33 +146,50 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
     _merge(given, {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}, "flags")
     for text in overrides:
         _merge(given, _override(text), text)
-    values = _model_defaults(str(given.get("model", DEFAULT_MODEL)))
+    asked = _head_name(given)
+    trained = load_head_recipe(asked).weights_of or asked
+    values = _model_defaults(str(given.get("model", DEFAULT_MODEL)), trained)
     _merge(values, given, "configuration")
     head = values.pop("head", {})
     options = dict(head) if isinstance(head, Mapping) else {"name": head}
     name = options.pop("name", DEFAULT_HEAD)
     groups = {"head": options, "train": values.pop("train", {})}
     minutes, limits = values.get("minutes"), groups["train"]
-    if command in ("run", "train") and _positive(minutes) and isinstance(limits, dict) and not _LIMITS & set(limits):
+    if command in ("run", "train") and _positive(minutes) and isinstance(limits, dict) and not LIMITS & set(limits):
         own = plan_minutes(minutes).train if command == "run" else float(minutes)
         groups["train"] = {**limits, "minutes": round(own, 3)}
     _check_nodes(values)
     recipe = load_head_recipe(str(name), {k: v for k, v in groups.items() if v})
+    if isinstance(measured := values.setdefault("eval", {}), dict):
+        measured.setdefault("trees", list(recipe.decode.trees))
     model = str(values.get("model", DEFAULT_MODEL))
     values["recipe"] = _recipe_name(values.get("recipe"), values.get("data"), model)
+    if followed := sorted({"weights_of", "head_options"} & set(values)):
+        raise DraftsmithError(f"{followed[0]} follows from the head: it can't be set")
+    found = {"head": name, "weights_of": recipe.weights_of, "head_options": recipe.head, "train": recipe.train}
     try:
-        return RunConfig.model_validate({**values, "head": name, "head_options": recipe.head, "train": recipe.train})
+        return RunConfig.model_validate({**values, **found})
     except ValidationError as error:
         raise DraftsmithError(_explain(error)) from error
 
 
-_LIMITS = {"epochs", "steps", "minutes"}
+LIMITS = {"epochs", "steps", "minutes"}
 
 
-def _model_defaults(model: str) -> dict[str, Any]:
-    """Settings that a short name's own file suggests, e.g. for a target that is trained on a CPU."""
-    entry = model_entry(model) if model in model_names() else {}
-    return copy.deepcopy(entry.get("defaults", {}))
+def _head_name(given: Mapping[str, Any]) -> str:
+    head = given.get("head", DEFAULT_HEAD)
+    return str(head.get("name", DEFAULT_HEAD) if isinstance(head, Mapping) else head)
+
+
+def _model_defaults(model: str, head: str) -> dict[str, Any]:
+    """Settings that a short name's own file suggests, e.g. for a target that is trained on a CPU.
+
+    `defaults` are for any head, `head_defaults` for the one that they are listed under.
+    """
+    entry = copy.deepcopy(model_entry(model)) if model in model_names() else {}
+    values: dict[str, Any] = entry.get("defaults", {})
+    _merge(values, entry.get("head_defaults", {}).get(head, {}), f"configs/models/{model}.yaml")
+    return values
 
 
 def _positive(minutes: Any) -> TypeGuard[float]:
@@ -253,7 +274,7 @@ def _explain(error: ValidationError) -> str:
     group: Any = RunConfig
     for part in first["loc"][:-1]:
         group = group.model_fields[str(part)].annotation
-    names = [name for name in group.model_fields if name != "head_options"]
+    names = [name for name in group.model_fields if name not in ("head_options", "weights_of")]
     close = difflib.get_close_matches(str(first["loc"][-1]), names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"there is no setting '{place}'{hint}; there are: {', '.join(names)}"

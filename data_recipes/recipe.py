@@ -29,6 +29,30 @@ class SourceSpec(BaseModel):
     """At most so many prompts of this source."""
 
 
+class TourComparison(BaseModel):
+    """What the comparison at the end of a tour decodes, see eval.compare.CompareSettings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prompts: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+
+
+class Tour(BaseModel):
+    """Heads that are trained on this recipe's answers one after the other, for a few minutes each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    heads: list[str] = Field(min_length=1)
+    answer_minutes: float = Field(gt=0, strict=False)
+    """Time for the answers and features that all heads share."""
+    minutes: float = Field(gt=0, strict=False)
+    """Training of each head."""
+    eval: dict[str, Any] = {}
+    """Settings of each head's evaluation, as under `eval` of a run's configuration."""
+    compare: TourComparison = TourComparison()
+
+
 class Recipe(BaseModel):
     """A named mixture of sources; the name is the folder under `runs/<model>/data/`."""
 
@@ -38,10 +62,12 @@ class Recipe(BaseModel):
     seed: int = 0
     """Seeds the order of prompts within files and datasets."""
     sources: list[SourceSpec] = Field(min_length=1)
+    tour: Tour | None = None
+    """What `draftsmith tour` does with these prompts; other commands don't read it."""
 
     def identity(self) -> dict[str, Any]:
-        """Return everything but the name: what decides which prompts come out."""
-        return self.model_dump(exclude={"name"})
+        """Return what decides which prompts come out."""
+        return self.model_dump(exclude={"name", "tour"})
 
 
 def recipe_names() -> list[str]:

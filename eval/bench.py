@@ -93,7 +93,7 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     sides = 2 * len(requests)
     work = 4 * sides + len(requests)
     with tempfile.TemporaryDirectory() as folder, progress_bar("bench", work, "answers") as bar:
-        chains = make_drafter(untrained_head(target), target.embed, Chain(settings.depth))
+        chains = make_drafter(untrained_head(target), target.parts(), Chain(settings.depth))
         shares = [_overhead(target, chains, r, bar.advance) for r in requests]
         figures["overhead_share"] = _spread([x for x in shares if x is not None])
         for name, ours, theirs in _pairs(target, plain_model, settings, Path(folder)):

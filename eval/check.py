@@ -135,11 +135,17 @@ def _in_fp32(target: Target) -> Target:
     """The target itself, or a second copy in fp32: on the CPU where the device has no room for it."""
     if target.dtype == torch.float32:
         return target
+
+    def load(device: str) -> Target:
+        return Target.load(
+            target.id, revision=target.revision, dtype=torch.float32, device=device, adapter=target.adapter
+        )
+
     try:
-        return Target.load(target.id, revision=target.revision, dtype=torch.float32, device=str(target.device))
+        return load(str(target.device))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return Target.load(target.id, revision=target.revision, dtype=torch.float32, device="cpu")
+        return load("cpu")
 
 
 @torch.inference_mode()

@@ -11,11 +11,13 @@ from ..data_recipes.chat import render_prompt
 from ..errors import DraftsmithError
 from ..heads.resolve import resolve_target
 from ..heads.target import Target
+from ..progress import say
 from .decoder.loop import Request, Result, decode, rows_needed
 from .decoder.sampling import Sampling
 from .decoder.verify import Typical
 from .metrics import acceptance
 from .schemes import SchemeOptions, build_drafter, check_options, load_model
+from .trained import Trained, trained_head
 
 MAX_NEW_TOKENS = 256
 """Length limit where the user gives none, if the target's context has room for it."""
@@ -29,7 +31,8 @@ class GenerateSettings:
         prompt: text of the user's turn; of the whole prompt with `raw`.
         model: target: a short name, a hub id or a folder.
         drafter: a name in `schemes.SCHEMES`; a trained head is looked for where `runs`, `head` and `run` say.
-        tree, draft_model, with_prompt_lookup: see `SchemeOptions`.
+        tree, draft_model, with_prompt_lookup: see `SchemeOptions`; without a tree a trained head takes the one that its
+            latest report chose.
         max_new_tokens: None takes MAX_NEW_TOKENS, or what fits.
         stop_token: texts of tokens that end the answer, beside the target's own.
         typical: Medusa's typical acceptance: lossy.
@@ -87,14 +90,18 @@ def generate(settings: GenerateSettings, write: Callable[[str], None] | None = N
         DraftsmithError: settings that contradict themselves, or that the target or its head don't allow.
     """
     settings.check()
+    head = _trained_head(settings) if settings.drafter == "head" else None
+    if head is not None:
+        for remark in head.remarks():
+            say(f"{head.name} {remark}")
     options = SchemeOptions(
-        _trained_head(settings) if settings.drafter == "head" else None,
+        head.checkpoint if head else None,
         settings.draft_model,
-        settings.tree,
+        settings.tree or (head.tree if head else None),
         settings.with_prompt_lookup,
     )
     check_options(settings.drafter, options)
-    target = load_model(settings.model)
+    target = load_model(settings.model, adapter=head.adapter if head else None)
     tokens = _prompt_tokens(target, settings)
     request = Request("generate", tokens, _room(target, tokens, settings), settings.sampling, _stop(target, settings))
     drafter = build_drafter(settings.drafter, target, options)
@@ -182,19 +189,14 @@ class TextStream:
         return text
 
 
-def _trained_head(settings: GenerateSettings) -> Path:
-    """The best checkpoint of a run."""
+def _trained_head(settings: GenerateSettings) -> Trained:
+    """The head of a run."""
     assert settings.head is not None
     name = settings.head + (f"@{settings.run}" if settings.run else "")
-    home = settings.runs / resolve_target(settings.model).name
-    folder = home / name / "train" / "checkpoints" / "best"
-    if not (folder / "model.safetensors").exists():
-        trained = sorted(f.parents[3].name for f in home.glob("*/train/checkpoints/best/model.safetensors"))
-        raise DraftsmithError(
-            f"{folder} holds no trained head ({'there are: ' + ', '.join(trained) if trained else 'there is none'} in "
-            f"{home}): train one with 'draftsmith run', or take one that needs none, such as --drafter prompt-lookup"
-        )
-    return folder
+    try:
+        return trained_head(settings.runs / resolve_target(settings.model).name, name)
+    except DraftsmithError as error:
+        raise DraftsmithError(f"{error}, or take a drafter that needs none: --drafter prompt-lookup") from error
 
 
 def _prompt_tokens(target: Target, settings: GenerateSettings) -> list[int]:

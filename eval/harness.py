@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,27 +18,31 @@ from ..progress import Progress, progress_bar
 from .benchmarks import builtin_set
 from .check import check_outputs
 from .decoder.drafters import make_drafter
+from .decoder.drafters.network import prepare_head
 from .decoder.drafters.plain import PlainDrafter
 from .decoder.loop import Request, Result, StepTimer, decode, rows_needed
-from .decoder.search import Chain
+from .decoder.search import Chain, Shape, parse_shape
+from .decoder.trees import OWN_FORM, OwnTree
 from .decoder.types import Drafter
 from .journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
-from .metrics import Timing, acceptance, tokens_per_second
+from .metrics import Acceptance, Timing, acceptance, expected_tau, tokens_per_second
+from .ranks import RankWatch
 from .report.content import Measured, build_report, timings
-from .tune import PassCosts, Tuning, leaders, predict
+from .schemes import read_tree
+from .tune import PLAIN, PassCosts, Tuning, leaders, predict
 
 REPORT_DEPTH = 4
-"""tau and acceptance are always given at this K, too, so that heads can be compared."""
+"""tau and acceptance of a chain of this K are always given, too, so that heads can be compared."""
 WARM_UPS, WARM_UP_TOKENS = 2, 20
 ACCEPTANCE_SLOTS = 8
 """Sequences at once where only acceptance is asked for: it doesn't depend on the batch, and the passes are shared."""
-TUNING, PAIR, DEEP, GENERATE = "tuning", "pair", "deep", "generate"
+TUNING, PAIR, CHAIN, GENERATE = "tuning", "pair", "chain", "generate"
 """Keys of the journal; the last three with a held-out prompt's id behind them."""
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What an evaluation decodes. K is chosen on the tuning prompts, figures come from the held-out ones."""
+    """What an evaluation decodes. The tree is chosen on the tuning prompts, figures come from the held-out ones."""
 
     prompts: int = 80
     max_new_tokens: int = 128
@@ -46,48 +51,80 @@ class EvalSettings:
     timed_prompts: int = 4
     """Tuning prompts on which passes and leaders are timed, `timed_new_tokens` each."""
     timed_new_tokens: int = 20
-    depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    trees: list[str] = field(default_factory=lambda: ["chain:1", "chain:2", "chain:3", "chain:4"])
+    """Candidates, as `decoder.trees.shape_for` reads them."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if name != "depths" and value < 1:
+            if name != "trees" and value < 1:
                 raise DraftsmithError(f"eval.{name} = {value} must be at least 1")
-        d = self.depths
-        if not d or sorted(set(d)) != d or d[0] < 1 or d[-1] > 16:
-            raise DraftsmithError(f"eval.depths = {d} must be ascending depths between 1 and 16")
+        if not self.trees:
+            raise DraftsmithError("eval.trees is empty: name at least one tree, e.g. eval.trees=[chain:2]")
+        for text in self.trees:
+            if self.trees.count(text) > 1:
+                raise DraftsmithError(f"eval.trees = {self.trees} names {text} {self.trees.count(text)} times")
+            try:
+                if OwnTree.parse(text) is None:
+                    parse_shape(text, OWN_FORM)
+            except DraftsmithError as error:
+                raise DraftsmithError(f"eval.trees: {error}") from error
 
 
 class Bench:
-    """One target, one head, and the ways of decoding that an evaluation compares."""
+    """One target, one head, and the ways of decoding that an evaluation compares.
 
-    def __init__(self, target: Target, head: DraftHead) -> None:
+    Args:
+        trees: by their text; a way to decode is PLAIN or one of these.
+    """
+
+    def __init__(self, target: Target, head: DraftHead, trees: Mapping[str, Shape]) -> None:
         target.check_head(head.config)
-        self.target = target
-        self.head = head
-        self.drafters: dict[int, Drafter] = {0: PlainDrafter()}
+        self.target, self.trees, self.parts = target, trees, target.parts()
+        self.head, self.ready = head, prepare_head(head, self.parts)
+        self.drafters: dict[str, Drafter] = {PLAIN: PlainDrafter()}
+        self.watches: dict[str, RankWatch] = {}
         self.warm = False
 
-    def decode(self, request: Request, depth: int, timer: StepTimer | None = None) -> Result:
-        """Decode one request at batch 1; depth 0 is plain decoding."""
-        (result,) = self.decode_all([request], depth, 1, timer)
+    def drafter(self, way: str) -> Drafter:
+        """The drafter of a way to decode, made when it is first asked for; all share the head."""
+        if way not in self.drafters:
+            self.drafters[way] = make_drafter(self.head, self.parts, self.trees[way], self.ready)
+        return self.drafters[way]
+
+    def watched(self, way: str) -> Drafter:
+        """The same for one sequence at a time, noting the ranks of what is accepted from a tree that is no chain."""
+        if isinstance(self.trees.get(way), None | Chain):
+            return self.drafter(way)
+        if way not in self.watches:
+            self.watches[way] = RankWatch(self.drafter(way))
+        return self.watches[way]
+
+    def decode(self, request: Request, way: str, timer: StepTimer | None = None) -> Result:
+        """Decode one request at batch 1."""
+        (result,) = self.decode_all([request], way, 1, timer)
         return result
 
     def decode_all(
-        self, requests: Sequence[Request], depth: int, slots: int, timer: StepTimer | None = None
+        self, requests: Sequence[Request], way: str, slots: int, timer: StepTimer | None = None
     ) -> Iterator[Result]:
         """Decode requests, `slots` at once, yielding results as they finish."""
-        if depth not in self.drafters:
-            self.drafters[depth] = make_drafter(self.head, self.target.embed, Chain(depth))
-        drafter = self.drafters[depth]
+        drafter = self.watched(way) if slots == 1 else self.drafter(way)
         capacity = rows_needed(requests, drafter)
         yield from decode(self.target, drafter, requests, slots=slots, capacity=capacity, timer=timer)
 
-    def warm_up(self, request: Request, depth: int) -> None:
-        """Decode a few times unmeasured, plainly and at `depth`: a process's first passes are slow. Done once only."""
+    def ranks(self, way: str, result: Result) -> list[list[int]]:
+        """Steps by depth and rank of the accepted node, [D][R], of what `decode` gave last in this way."""
+        if way in self.watches:
+            return self.watches[way].counts()
+        deepest = max((s.accepted for s in result.steps), default=0)
+        return [[sum(s.accepted > depth for s in result.steps)] for depth in range(deepest)]
+
+    def warm_up(self, request: Request, way: str) -> None:
+        """Decode a few times unmeasured, plainly and in this way: a process's first passes are slow. Once only."""
         if not self.warm:
             short = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP_TOKENS))
-            for k in [0, depth] * WARM_UPS:
-                self.decode(short, k)
+            for one in [PLAIN, way] * WARM_UPS:
+                self.decode(short, one)
         self.warm = True
 
     @torch.inference_mode()
@@ -113,97 +150,153 @@ class Bench:
             torch.cuda.synchronize(self.target.device)
 
 
-def evaluate(target: Target, head: DraftHead, settings: EvalSettings, journal: Journal | None = None) -> dict[str, Any]:
-    """Choose K on the tuning prompts, measure on the held-out ones, check outputs.
+def evaluate(
+    target: Target,
+    head: DraftHead,
+    settings: EvalSettings,
+    journal: Journal | None = None,
+    checkpoint: Path | None = None,
+) -> dict[str, Any]:
+    """Choose the tree on the tuning prompts, measure on the held-out ones, check outputs.
 
     Args:
         journal: gets every measurement as soon as it is finished. What it holds already, from a call with equal
             arguments that was killed, is not decoded again.
+        checkpoint: the head's folder, where a tree of its own lies; None where it has none.
 
     Returns:
         The content of `report.json`; see `report.content.build_report`.
     """
     journal = journal or Journal()
-    bench = Bench(target, head)
-    room = target.max_positions - max(settings.depths[-1], REPORT_DEPTH) - 1
+    chain_text = f"chain:{min(REPORT_DEPTH, head.most_depth or REPORT_DEPTH)}"
+    trees = _read_trees(head, settings, checkpoint)
+    bench = Bench(target, head, trees | {chain_text: parse_shape(chain_text)})
+    room = target.max_positions - max(shape.depth for shape in bench.trees.values()) - 1
     tuning_set = builtin_set(
         "tuning", target.tokenizer, limit=settings.tuning_prompts, max_new_tokens=settings.tuning_new_tokens, room=room
     )
     held_out = builtin_set(
         "heldout", target.tokenizer, limit=settings.prompts, max_new_tokens=settings.max_new_tokens, room=room
     )
-    choice = _choice_answers(len(tuning_set.requests), settings)
+    choice = _choice_answers(len(tuning_set.requests), settings, trees)
     with progress_bar("eval", choice + 4 * len(held_out.requests), "answers") as bar:
         bar.done = _finished(journal, choice, held_out.requests)
         tuning = _tuned(bench, tuning_set.requests, settings, journal, bar)
-        plain, fast = _pairs(bench, held_out.requests, tuning.depth, journal, bar)
-        deep = fast if tuning.depth == REPORT_DEPTH else _deep(bench, held_out.requests, journal, bar)
+        plain, fast, ranks = _pairs(bench, held_out.requests, tuning.tree, journal, bar)
+        deep = fast if tuning.tree == chain_text else _chains(bench, held_out.requests, chain_text, journal, bar)
         generated = _generated(bench, held_out.requests, journal, bar)
-    check = check_outputs(target, plain, fast, tuning.depth + 1)
-    measured = Measured(held_out, settings.max_new_tokens, plain, fast, deep, generated, check, journal.sessions)
-    return build_report(target, head.config, tuning, measured)
+    shape = bench.trees[tuning.tree]
+    check = check_outputs(target, plain, fast, shape.rows)
+    return build_report(
+        target, head.config, tuning,
+        Measured(
+            held_out, settings.max_new_tokens, shape.depth, shape.rows, plain, fast, ranks, chain_text, deep,
+            generated, check, journal.sessions,
+        ),
+    )  # fmt: skip
 
 
-def _choice_answers(prompts: int, settings: EvalSettings) -> int:
+def _read_trees(head: DraftHead, settings: EvalSettings, checkpoint: Path | None) -> dict[str, Shape]:
+    """The candidates by their text; raises DraftsmithError where the head can't draft one."""
+    trees = {text: read_tree(text, checkpoint) for text in settings.trees}
+    for text, shape in trees.items():
+        if head.most_depth is not None and shape.depth > head.most_depth:
+            raise DraftsmithError(
+                f"eval.trees: {text} is {shape.depth} deep, the head drafts {head.most_depth} tokens: give shallower "
+                f"trees, e.g. eval.trees=[chain:{head.most_depth}]"
+            )
+    return trees
+
+
+def _choice_answers(prompts: int, settings: EvalSettings, trees: Mapping[str, Shape]) -> int:
     """Answers that `tune` decodes: warm-ups, acceptance, then pass costs and leaders, each beside plain decoding."""
-    depths = len(settings.depths)
     timed = min(settings.timed_prompts, prompts)
-    return 2 * WARM_UPS + prompts + timed * (depths + 1 + min(2, depths) + 1)
+    measured = len(_measured(trees))
+    return 2 * WARM_UPS + prompts * measured + timed * (len(trees) + 1 + min(2, len(trees)) + 1)
+
+
+def _measured(trees: Mapping[str, Shape]) -> list[str]:
+    """Trees that acceptance is measured with: of chains the deepest one alone, which holds that of all."""
+    chains = {text: shape.depth for text, shape in trees.items() if isinstance(shape, Chain)}
+    return [text for text in trees if text not in chains or text == max(chains, key=lambda t: chains[t])]
 
 
 def _finished(journal: Journal, choice: int, requests: Sequence[Request]) -> int:
-    """Answers behind what the journal holds: `choice` for that of K, two for a pair, one for any other entry."""
+    """Answers behind what the journal holds: `choice` for the choice, two for a pair, one for any other entry."""
     answers = {TUNING: choice}
     for r in requests:
-        answers |= {f"{PAIR}/{r.id}": 2, f"{DEEP}/{r.id}": 1, f"{GENERATE}/{r.id}": 1}
+        answers |= {f"{PAIR}/{r.id}": 2, f"{CHAIN}/{r.id}": 1, f"{GENERATE}/{r.id}": 1}
     return sum(n for key, n in answers.items() if journal.get(key) is not None)
 
 
 def tune(bench: Bench, requests: Sequence[Request], settings: EvalSettings, bar: Progress) -> Tuning:
-    """Measure acceptance once at the deepest K and the cost of every pass, then time the two most promising K."""
-    deepest = settings.depths[-1]
+    """Measure acceptance and the cost of every pass, then time the two most promising trees."""
+    trees = {text: bench.trees[text] for text in settings.trees}
     timed = requests[: settings.timed_prompts]
     short = [dataclasses.replace(r, max_new_tokens=settings.timed_new_tokens) for r in timed]
-    bench.warm_up(short[0], deepest)
+    bench.warm_up(short[0], _measured(trees)[-1])
     bar.advance(2 * WARM_UPS)
-    logs = []
-    for result in bench.decode_all(requests, deepest, ACCEPTANCE_SLOTS):
-        logs.append(result.steps)
-        bar.advance()
-    shares = acceptance(logs)
-    costs = measure_costs(bench, short, [0, *settings.depths], bar)
-    predicted = predict(costs, shares.conditional, settings.depths)
+    shares = {}
+    for text in _measured(trees):
+        logs = []
+        for result in bench.decode_all(requests, text, ACCEPTANCE_SLOTS):
+            logs.append(result.steps)
+            bar.advance()
+        shares[text] = acceptance(logs)
+    costs = measure_costs(bench, short, [PLAIN, *trees], bar)
+    taus = _expected(trees, shares)
+    predicted = predict(costs, taus)
     best = leaders(predicted)
-    results = _interleaved(bench, short, [0, *best], bar)
-    speeds = dict(zip([0, *best], [tokens_per_second(timings(r)) for r in results], strict=True))
+    results = _interleaved(bench, short, [PLAIN, *best], bar)
+    speeds = dict(zip([PLAIN, *best], [tokens_per_second(timings(r)) for r in results], strict=True))
     table = [
         {
-            "depth": k,
-            "predicted_tokens_per_s": predicted[k],
-            "measured_tokens_per_s": speeds.get(k),
-            "predicted_speedup": predicted[k] * costs.step(0),
-            "measured_speedup": speeds[k] / speeds[0] if k in speeds and speeds[0] else None,
+            "tree": text,
+            "depth": shape.depth,
+            "nodes": shape.rows,
+            "expected_tau": taus[text],
+            "predicted_tokens_per_s": predicted[text],
+            "measured_tokens_per_s": speeds.get(text),
+            "predicted_speedup": predicted[text] * costs.ways[PLAIN].step,
+            "measured_speedup": speeds[text] / speeds[PLAIN] if text in speeds and speeds[PLAIN] else None,
         }
-        for k in settings.depths
+        for text, shape in trees.items()
     ]
-    return Tuning(max(best, key=lambda k: speeds[k]), costs, shares, table, len(requests))
+    return Tuning(max(best, key=lambda text: speeds[text]), costs, shares, table, len(requests))
 
 
-def measure_costs(bench: Bench, requests: Sequence[Request], depths: Sequence[int], bar: Progress) -> PassCosts:
-    """Time the passes of target and head step by step; the depths take turns so that drift hits all alike."""
-    timers: dict[int, list[StepTimer]] = {depth: [] for depth in depths}
+def _expected(trees: Mapping[str, Shape], shares: Mapping[str, Acceptance]) -> dict[str, float]:
+    """Tau of each tree before cutting: its own mal, or for chains that of the deepest one up to their depth.
+
+    Answers of tuning prompts are short: cut at their ends, deep trees would look worse than the chains beside them.
+    """
+    taus = {}
+    chains = next((shares[text] for text in _measured(trees) if isinstance(trees[text], Chain)), None)
+    for text, shape in trees.items():
+        if isinstance(shape, Chain):
+            assert chains is not None
+            taus[text] = expected_tau(chains.conditional, shape.depth)
+        else:
+            taus[text] = shares[text].mal
+    return taus
+
+
+def measure_costs(bench: Bench, requests: Sequence[Request], ways: Sequence[str], bar: Progress) -> PassCosts:
+    """Time the passes of target and head step by step; the ways take turns so that drift hits all alike."""
+    timers: dict[str, list[StepTimer]] = {way: [] for way in ways}
     for i, request in enumerate(requests):
-        for depth in depths if i % 2 == 0 else reversed(depths):
+        for way in ways if i % 2 == 0 else reversed(ways):
             timer = StepTimer()
-            bench.decode(request, depth, timer)
-            timers[depth] += [timer] if timer.steps else []
+            bench.decode(request, way, timer)
+            timers[way] += [timer] if timer.steps else []
             bar.advance()
     costs = PassCosts()
-    for depth, runs in timers.items():
+    for way, runs in timers.items():
         if not runs:
             raise DraftsmithError("every tuning answer ended with its first token: there is no step to time")
         costs.add(
-            depth,
+            way,
+            bench.drafter(way).rows,
             [t.target / t.steps for t in runs],
             [t.draft / t.steps for t in runs],
             [(t.step - t.target - t.draft) / t.steps for t in runs],
@@ -211,19 +304,19 @@ def measure_costs(bench: Bench, requests: Sequence[Request], depths: Sequence[in
     return costs
 
 
-def _interleaved(bench: Bench, requests: Sequence[Request], depths: Sequence[int], bar: Progress) -> list[list[Result]]:
-    """Decode every request once at each depth, in turns; one list a depth."""
-    rows = [_in_turn(bench, i, request, depths, bar) for i, request in enumerate(requests)]
-    return [[row[n] for row in rows] for n in range(len(depths))]
+def _interleaved(bench: Bench, requests: Sequence[Request], ways: Sequence[str], bar: Progress) -> list[list[Result]]:
+    """Decode every request once in each way, in turns; one list a way."""
+    rows = [_in_turn(bench, i, request, ways, bar) for i, request in enumerate(requests)]
+    return [[row[n] for row in rows] for n in range(len(ways))]
 
 
-def _in_turn(bench: Bench, i: int, request: Request, depths: Sequence[int], bar: Progress) -> list[Result]:
-    """Decode request number `i` once at each depth, the order turned round from prompt to prompt (ABBA)."""
+def _in_turn(bench: Bench, i: int, request: Request, ways: Sequence[str], bar: Progress) -> list[Result]:
+    """Decode request number `i` once in each way, the order turned round from prompt to prompt (ABBA)."""
     found = {}
-    for depth in depths if i % 2 == 0 else reversed(depths):
-        found[depth] = bench.decode(request, depth)
+    for way in ways if i % 2 == 0 else reversed(ways):
+        found[way] = bench.decode(request, way)
         bar.advance()
-    return [found[depth] for depth in depths]
+    return [found[way] for way in ways]
 
 
 def _tuned(
@@ -238,32 +331,40 @@ def _tuned(
 
 
 def _pairs(
-    bench: Bench, requests: Sequence[Request], depth: int, journal: Journal, bar: Progress
-) -> tuple[list[Result], list[Result]]:
-    """Decode every request plainly and at `depth`, in turns; both of a pair are always measured in one process."""
-    plain, fast = [], []
+    bench: Bench, requests: Sequence[Request], tree: str, journal: Journal, bar: Progress
+) -> tuple[list[Result], list[Result], list[list[list[int]]]]:
+    """Decode every request plainly and with the tree, in turns; both of a pair are always measured in one process.
+
+    Returns:
+        Plain and speculative results, and the ranks of what each of the latter accepted.
+    """
+    plain, fast, ranks = [], [], []
     for i, request in enumerate(requests):
         key = f"{PAIR}/{request.id}"
         stored = journal.get(key)
         if stored is None:
-            bench.warm_up(request, depth)
-            pair = _in_turn(bench, i, request, [0, depth], bar)
-            journal.put(key, [result_to_dict(result) for result in pair])
-        else:
-            pair = [result_from_dict(values) for values in stored]
-        plain.append(pair[0])
-        fast.append(pair[1])
-    return plain, fast
+            bench.warm_up(request, tree)
+            pair = _in_turn(bench, i, request, [PLAIN, tree], bar)
+            stored = {
+                "plain": result_to_dict(pair[0]),
+                "speculative": result_to_dict(pair[1]),
+                "ranks": bench.ranks(tree, pair[1]),
+            }
+            journal.put(key, stored)
+        plain.append(result_from_dict(stored["plain"]))
+        fast.append(result_from_dict(stored["speculative"]))
+        ranks.append(stored["ranks"])
+    return plain, fast, ranks
 
 
-def _deep(bench: Bench, requests: Sequence[Request], journal: Journal, bar: Progress) -> list[Result]:
-    stored = {r.id: journal.get(f"{DEEP}/{r.id}") for r in requests}
+def _chains(bench: Bench, requests: Sequence[Request], chain: str, journal: Journal, bar: Progress) -> list[Result]:
+    stored = {r.id: journal.get(f"{CHAIN}/{r.id}") for r in requests}
     found = {name: result_from_dict(values) for name, values in stored.items() if values is not None}
     missing = [r for r in requests if r.id not in found]
     if missing:
-        for result in bench.decode_all(missing, REPORT_DEPTH, ACCEPTANCE_SLOTS):
+        for result in bench.decode_all(missing, chain, ACCEPTANCE_SLOTS):
             found[result.id] = result
-            journal.put(f"{DEEP}/{result.id}", result_to_dict(result))
+            journal.put(f"{CHAIN}/{result.id}", result_to_dict(result))
             bar.advance()
     return [found[r.id] for r in requests]
 
@@ -274,7 +375,7 @@ def _generated(bench: Bench, requests: Sequence[Request], journal: Journal, bar:
         key = f"{GENERATE}/{request.id}"
         stored = journal.get(key)
         if stored is None:
-            bench.warm_up(request, 0)
+            bench.warm_up(request, PLAIN)
             timing = bench.generate(request)
             journal.put(key, dataclasses.asdict(timing))
             bar.advance()

@@ -13,7 +13,7 @@ from ..errors import DraftsmithError
 from ..files import explain_os_errors
 from .decoder.loop import Result, StepLog
 from .metrics import Acceptance
-from .tune import PassCosts, Tuning
+from .tune import PassCosts, StepCost, Tuning
 
 
 class Journal:
@@ -123,24 +123,16 @@ def result_from_dict(values: Mapping[str, Any]) -> Result:
 
 
 def tuning_to_dict(tuning: Tuning) -> dict[str, Any]:
-    """Plain JSON values of how K was chosen; the costs' rows and depths become strings."""
-    costs = dataclasses.asdict(tuning.costs)
-    return {
-        "depth": tuning.depth,
-        "costs": {name: {str(n): seconds for n, seconds in table.items()} for name, table in costs.items()},
-        "acceptance": dataclasses.asdict(tuning.acceptance),
-        "table": tuning.table,
-        "n_prompts": tuning.n_prompts,
-    }
+    """Plain JSON values of how the tree was chosen."""
+    return dataclasses.asdict(tuning)
 
 
 def tuning_from_dict(values: Mapping[str, Any]) -> Tuning:
     """Undo `tuning_to_dict`."""
-    costs = {name: {int(n): seconds for n, seconds in table.items()} for name, table in values["costs"].items()}
     return Tuning(
-        depth=values["depth"],
-        costs=PassCosts(**costs),
-        acceptance=Acceptance(**values["acceptance"]),
+        tree=values["tree"],
+        costs=PassCosts({way: StepCost(**cost) for way, cost in values["costs"]["ways"].items()}),
+        acceptance={tree: Acceptance(**figures) for tree, figures in values["acceptance"].items()},
         table=values["table"],
         n_prompts=values["n_prompts"],
     )

@@ -84,6 +84,26 @@ def acceptance(prompts: Sequence[Sequence[Step]]) -> Acceptance:
     )
 
 
+def acceptance_by_rank(
+    prompts: Sequence[Sequence[Step]], counts: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Share of the steps that drafted so deep whose accepted path goes through a parent's r-th child.
+
+    Args:
+        counts: [P][D][R] of each prompt: how many steps accepted a child of rank r at depth d+1.
+
+    Returns:
+        [D][R], index 0 = first drafted token and first child. Each depth's shares add up to the cumulative acceptance.
+    """
+    drafted = np.array([s.drafted for prompt in prompts for s in prompt], dtype=np.int64)
+    shape = [max((len(d) for d in counts), default=0), max((len(r) for d in counts for r in d), default=0)]
+    total = np.zeros(shape, dtype=np.int64)
+    for prompt in counts:
+        for depth, ranks in enumerate(prompt):
+            total[depth, : len(ranks)] += np.array(ranks, dtype=np.int64)
+    return [[_ratio(int(n), int((drafted > depth).sum())) for n in row] for depth, row in enumerate(total)]
+
+
 def tau_interval(prompts: Sequence[Sequence[Step]]) -> Interval:
     """Return the 95 % bootstrap interval of tau over prompts."""
     counts = np.array([[sum(s.emitted for s in prompt), len(prompt)] for prompt in prompts], dtype=np.float64)
@@ -135,7 +155,7 @@ def bootstrap(rows: NDArray[np.float64], statistic: Callable[[NDArray[np.float64
 
 
 def expected_tau(conditional: Sequence[float], depth: int) -> float:
-    """Tau of a chain of `depth` drafts, from acceptance measured with a chain at least as deep."""
+    """Tau, before cutting, of a chain of `depth` drafts, from acceptance measured with a chain at least as deep."""
     tau = reach = 1.0
     for share in conditional[:depth]:
         reach *= share

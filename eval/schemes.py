@@ -17,9 +17,23 @@ from .decoder.drafters.plain import PlainDrafter
 from .decoder.drafters.prompt_lookup import PromptLookupDrafter
 from .decoder.drafters.union import UnionDrafter
 from .decoder.search import Shape, parse_shape
+from .decoder.trees import OwnTree, shape_for
 from .decoder.types import Drafter
 
 DEFAULT_TREE = "chain:4"
+
+
+def read_tree(text: str, checkpoint: Path | None) -> Shape:
+    """Read a tree for the head in a checkpoint folder, or for a drafter without one.
+
+    Raises:
+        DraftsmithError: the text can't be read, or asks for a tree that was measured for a head where there is none.
+    """
+    if checkpoint is not None:
+        return shape_for(text, checkpoint)
+    if OwnTree.parse(text) is not None:
+        raise DraftsmithError(f"the tree {text!r} is one that was measured for a trained head: it goes with a head")
+    return parse_shape(text)
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class SchemeOptions:
     Attributes:
         head: checkpoint folder of a trained head.
         draft_model: short name, hub id or folder of a small model with the target's tokenizer.
-        tree: shape of the drafted trees, see `search.parse_shape`.
+        tree: shape of the drafted trees, see `decoder.trees.shape_for`.
         with_prompt_lookup: add what Prompt Lookup finds to every tree.
     """
 
@@ -44,7 +58,7 @@ class SchemeOptions:
 
     def shape(self) -> Shape:
         """The drafted trees' shape."""
-        return parse_shape(self.tree or DEFAULT_TREE)
+        return read_tree(self.tree or DEFAULT_TREE, self.head)
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ def _with_head(target: Target, options: SchemeOptions) -> Drafter:
     assert options.head is not None
     head = load_head(options.head)
     target.check_head(head.config)
-    return make_drafter(head, target.embed, options.shape())
+    return make_drafter(head, target.parts(), options.shape())
 
 
 def _with_draft_model(target: Target, options: SchemeOptions) -> Drafter:
@@ -75,13 +89,19 @@ def _with_draft_model(target: Target, options: SchemeOptions) -> Drafter:
     return DraftModelDrafter(target, load_model(options.draft_model, like=target), shape)
 
 
-def load_model(name: str, like: Target | None = None) -> Target:
-    """Load what a user calls `name` (see `resolve_target`), on the device and in the dtype of `like`."""
+def load_model(name: str, like: Target | None = None, adapter: Path | None = None) -> Target:
+    """Load what a user calls `name` (see `resolve_target`).
+
+    Args:
+        like: on its device and in its dtype.
+        adapter: folder of an adapter to merge into its weights, see `trained.Trained.adapter`.
+    """
     source = require_reachable(resolve_target(name))
     revision = None if source.is_local else source.revision
     if like is None:
-        return Target.load(source.location, revision=revision)
-    return Target.load(source.location, revision=revision, dtype=like.dtype, device=str(like.device))
+        return Target.load(source.location, revision=revision, adapter=adapter)
+    device = str(like.device)
+    return Target.load(source.location, revision=revision, dtype=like.dtype, device=device, adapter=adapter)
 
 
 SCHEMES: dict[str, Scheme] = {

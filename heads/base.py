@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from . import alignment
+from . import alignment, losses
 from .config import HeadConfig
 from .vocab import DraftVocab
 
@@ -32,6 +34,8 @@ class Batch:
         positions: [T] int64, position inside the document, from 0.
         features: [T, A*H] aux states of the target in layer order, pre-norm.
         last: [T, H] state n of the target, before the final norm: the teacher's input.
+        seed: of whatever is random in this batch's losses (input noise): fixed by the batch's place in the plan, so
+            that neither ranks nor a resumption change it; None = nothing is random.
     """
 
     tokens: Tensor
@@ -40,6 +44,7 @@ class Batch:
     positions: Tensor
     features: Tensor
     last: Tensor
+    seed: int | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """Move all tensors; only the states change their dtype."""
@@ -50,12 +55,13 @@ class Batch:
             self.positions.to(device),
             self.features.to(device, dtype),
             self.last.to(device, dtype),
+            self.seed,
         )
 
 
 @dataclass(frozen=True)
 class TargetParts:
-    """The frozen pieces of the target that training needs.
+    """The frozen pieces of the target that heads need, in training and in decoding.
 
     Attributes:
         embed: [V, H] input embedding weight (any scaling of the target already applied).
@@ -123,13 +129,34 @@ class Cache:
     """Draft rows that lie behind the committed ones; the next committed call, or the caller, sets it back to 0."""
 
 
+@dataclass
+class Unrolled:
+    """What a head computes at one unrolled step for the R rows that run.
+
+    Attributes:
+        readout: [R, W] what the output weight multiplies; weight: [Vd, W]. Their product is the draft's logits.
+        state: [R, H] predicted feature of the target, where the family has one.
+    """
+
+    readout: Tensor
+    weight: Tensor
+    state: Tensor | None = None
+
+
 class DraftHead(nn.Module, abc.ABC):
     """A family's network.
 
     Args:
         config: the family's config.
         vocab: the draft vocabulary whose hash the config holds.
+
+    Attributes:
+        hard_labels: trained on the text's own tokens; else on the target's distribution over the draft vocabulary.
+        most_depth: deepest draft that the head can make; None = it drafts from its own drafts without end.
+        state_width: width of the recycled state behind a committed row.
     """
+
+    hard_labels: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, vocab: DraftVocab) -> None:
         super().__init__()
@@ -141,21 +168,45 @@ class DraftHead(nn.Module, abc.ABC):
         self.register_buffer("draft_ids", vocab.to_draft(), persistent=False)
 
     @property
-    @abc.abstractmethod
     def needs(self) -> Needs:
         """What the head's input takes of the target's pass."""
+        return Needs(tuple(self.config.layer_ids), last=self.config.last_state != "none")
+
+    @property
+    def most_depth(self) -> int | None:
+        """See the class."""
+        return None
+
+    @property
+    def state_width(self) -> int:
+        """See the class."""
+        return self.config.hidden_size
+
+    def inputs(self, aux: Tensor, last: Tensor | None, parts: TargetParts) -> Tensor:
+        """Target features that a committed row reads: aux states, or state n under the config's norm policy, or both.
+
+        Args:
+            aux: [..., A*H] aux states (ignored by a head without any); last: [..., H] state n before the final norm.
+        """
+        pieces = [aux] if self.config.layer_ids else []
+        if self.config.last_state != "none":
+            assert last is not None  # `needs` asks for it
+            pieces.append(parts.normed(last) if self.config.last_state == "post" else last)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     @abc.abstractmethod
     def initialise(self, parts: TargetParts, generator: torch.Generator) -> str:
         """Set the starting weights, from the target's where the family says so; returns a line that says how."""
 
-    @abc.abstractmethod
-    def losses(self, batch: Batch, parts: TargetParts, *, overlap: bool = False) -> list[StepStats]:
-        """Teacher-forced losses of all unrolled steps; see alignment.py for which row predicts what."""
+    def attach(self, parts: TargetParts) -> None:
+        """Take the target's frozen weights that decoding needs, as modules that are no part of the checkpoint."""
 
     @abc.abstractmethod
-    def matches(self, batch: Batch, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """Return (right, supervised), bool [steps, T] each: whose teacher-forced guess is the text's token."""
+    def unroll(self, batch: Batch, parts: TargetParts, rows: Tensor, steps: int) -> Iterator[Unrolled]:
+        """Run rows [R] (packed indices, ascending) teacher-forced through `steps` steps; see alignment.py.
+
+        Row j of step s must be what the s-th cached draft step behind row j computes.
+        """
 
     @abc.abstractmethod
     def new_cache(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Cache:
@@ -170,27 +221,119 @@ class DraftHead(nn.Module, abc.ABC):
         positions: Tensor,
         valid: Tensor | None,
         seen: Tensor | None = None,
+        *,
+        step: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Run rows through the head with its cache.
 
         Args:
             embeds: [B, M, H] target embeddings of the tokens that the rows read.
-            hidden: [B, M, F] the target's features of committed rows (F = A*H); [B, M, H] of draft rows: the state
-                that the row of the node above gave.
+            hidden: [B, M, F] `inputs` of committed rows; of draft rows the state [B, M, S] that the row of the node
+                above gave.
             positions: [B, M] rope positions.
             valid: [B] number of committed rows among M (they are appended and stay), or None for draft rows: appended
                 behind the committed rows and the D drafted ones until the next committed call.
             seen: bool [B, M, D+M], which draft rows each new draft row sees, itself included; all see the committed
                 rows. None = every row before it, as in a chain.
+            step: 0 for committed rows; s for rows that read a token drafted at depth s.
 
         Returns:
-            logits [B, 1, Vd] and recycled state [B, 1, H] of each sequence's last valid row; of draft rows all:
-            [B, M, Vd] and [B, M, H].
+            logits [B, 1, Vd] and recycled state [B, 1, S] of each sequence's last valid row; of draft rows all:
+            [B, M, Vd] and [B, M, S].
         """
 
-    def supervised_rows(self, batch: Batch) -> list[Tensor]:
+    # --- training: the same for every family -----------------------------------------------------------------------
+
+    def losses(
+        self, batch: Batch, parts: TargetParts, *, overlap: bool = False, steps: int | None = None
+    ) -> list[StepStats]:
+        """Teacher-forced sums of all unrolled steps; see alignment.py for which row predicts what.
+
+        Args:
+            overlap: also sum min(p, q).
+            steps: how many; None = as many as are trained.
+        """
+        supervised = self.supervised_rows(batch, steps)
+        rows = supervised[0].nonzero().flatten()
+        teacher_states = parts.normed(batch.last)
+        with torch.no_grad():
+            teacher = None if self.hard_labels else self._teacher(teacher_states, parts)
+        stats = []
+        kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        for s, found in enumerate(self.unroll(batch, parts, rows, len(supervised))):
+            counted = supervised[s][rows]
+            labels = self.draft_ids[batch.tokens[inside(alignment.label_index(rows, s), batch)]]
+            teacher_rows = inside(alignment.teacher_index(rows, s), batch)
+            in_loss = counted & (labels >= 0)
+            weight = found.weight.to(found.readout.dtype)
+            if teacher is None:
+                num, guesses = losses.cross_entropy(found.readout, weight, labels, in_loss)
+            else:
+                num, guesses = losses.soft_cross_entropy(found.readout, weight, teacher, teacher_rows, in_loss)
+            extra = self.feature_loss(found, teacher_states, teacher_rows, in_loss)
+            reached, right = kept & counted, (guesses == labels) & counted
+            kept = kept & right
+            shared = None
+            if overlap:
+                chosen = counted.nonzero().flatten()
+                goals = teacher_states[teacher_rows[chosen]]
+                shared = losses.overlap(found.readout[chosen], weight, goals, parts.lm_head, self.target_ids)
+            sums = (in_loss.sum(), counted.sum(), right.sum(), reached.sum(), kept.sum())
+            stats.append(StepStats(num if extra is None else num + extra, *sums, shared))
+        return stats
+
+    def feature_loss(self, found: Unrolled, goals: Tensor, rows: Tensor, in_loss: Tensor) -> Tensor | None:
+        """Loss on the predicted feature, summed over the rows that are in the loss; None where a family has none.
+
+        Args:
+            goals: [T, H] the target's states after the final norm; rows: [R] which of them each row predicts.
+            in_loss: [R] bool.
+        """
+        return None
+
+    def teacher_weights(self, probabilities: Tensor) -> Tensor:
+        """Weights w [T, Vd] of the loss -sum_v w[v] log q[v], from the target's probabilities [T, Vd]."""
+        return probabilities
+
+    @torch.no_grad()
+    def matches(self, batch: Batch, parts: TargetParts, steps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return (right, supervised), bool [steps, T] each: whose teacher-forced guess is the text's token."""
+        ranks, supervised = self.label_ranks(batch, parts, 1, steps)
+        return ranks == 0, supervised
+
+    @torch.no_grad()
+    def label_ranks(
+        self, batch: Batch, parts: TargetParts, width: int, steps: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """At which place the text's token stands among a row's guesses.
+
+        Args:
+            width: how many guesses are looked at.
+
+        Returns:
+            int64 [steps, T]: 0 = the best guess, -1 = none of the first `width`, or not supervised; and who is
+            supervised, bool [steps, T].
+        """
+        supervised = self.supervised_rows(batch, steps)
+        rows = supervised[0].nonzero().flatten()
+        ranks = torch.full((len(supervised), len(batch.tokens)), -1, dtype=torch.int64, device=rows.device)
+        for s, found in enumerate(self.unroll(batch, parts, rows, len(supervised))):
+            labels = self.draft_ids[batch.tokens[inside(alignment.label_index(rows, s), batch)]]
+            logits = found.readout @ found.weight.to(found.readout.dtype).t()
+            guesses = (
+                logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(min(width, logits.shape[-1])).indices
+            )
+            hit = (guesses == labels[:, None]) & supervised[s][rows][:, None]
+            ranks[s, rows] = torch.where(hit.any(1), hit.int().argmax(1), -1)
+        return ranks, torch.stack(supervised)
+
+    def _teacher(self, states: Tensor, parts: TargetParts) -> Tensor:
+        logits = states @ parts.lm_head[self.target_ids].to(states.dtype).t()
+        return self.teacher_weights(torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), -1))
+
+    def supervised_rows(self, batch: Batch, steps: int | None = None) -> list[Tensor]:
         """One bool [T] per step; the rows that count in acceptance."""
-        return alignment.supervised(batch.answer, batch.documents, self.config.steps)
+        return alignment.supervised(batch.answer, batch.documents, steps or self.config.steps)
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Supervised rows inside the draft vocabulary by step, int64 [steps]: the loss's denominators."""
@@ -200,13 +343,24 @@ class DraftHead(nn.Module, abc.ABC):
             counts.append((rows & (self.draft_ids[labels] >= 0)).sum())
         return torch.stack(counts)
 
-    def step_weights(self) -> list[float]:
-        """Weight of each step in the loss."""
-        return [self.config.step_decay**s for s in range(self.config.steps)]
+    def step_weights(self, steps: int | None = None) -> list[float]:
+        """Weight of each step in the loss; 0 beyond those that are trained."""
+        trained = self.config.steps
+        return [self.config.step_decay**s if s < trained else 0.0 for s in range(steps or trained)]
+
+    def steps_for(self, depth: int) -> int:
+        """Steps to unroll where drafts up to `depth` are of interest beside the trained ones."""
+        wanted = max(self.config.steps, depth)
+        return wanted if self.most_depth is None else min(wanted, self.most_depth)
 
     def forward(self, batch: Batch, parts: TargetParts) -> list[StepStats]:
         """Alias of `losses`, so that engines which wrap modules can call the head."""
         return self.losses(batch, parts)
+
+
+def inside(index: Tensor, batch: Batch) -> Tensor:
+    """Clamp an index past the end; such rows are not supervised, their value is never used."""
+    return index.clamp(max=len(batch.tokens) - 1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,19 +1,25 @@
-"""A head on disk: `head.json` (HeadConfig), `vocab.safetensors` (target ids), `model.safetensors` (weights by name)."""
+"""A head on disk: `head.json` (HeadConfig), `vocab.safetensors` (target ids), `model.safetensors` (weights by name).
+
+Beside them `tree.json`, a static tree that was measured for it, once there is one.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import DraftsmithError
+from ..files import read_json, write_json
 from .base import DraftHead
 from .config import load_config
 from .registry import head_family
 from .vocab import DraftVocab
 
 CONFIG, VOCAB, WEIGHTS = "head.json", "vocab.safetensors", "model.safetensors"
+TREE = "tree.json"
 
 
 def save_head(head: DraftHead, folder: Path) -> None:
@@ -74,6 +80,41 @@ def load_weights(head: DraftHead, path: Path) -> None:
                 f"{CONFIG} asks for {list(parameter.shape)}"
             )
         parameter.data = tensors[name].to(parameter.device)
+
+
+@dataclass(frozen=True)
+class MeasuredTree:
+    """A static tree that was built from a head's accuracies on held-out documents.
+
+    Attributes:
+        paths: ranks of each node among its siblings and of those above it; the first n are the best n.
+        accuracies: by step s and rank i: share of the supervised rows whose i-th guess is the text's token.
+        rows: supervised rows by step; documents: how many documents they come from.
+    """
+
+    paths: list[list[int]]
+    accuracies: list[list[float]]
+    rows: list[int]
+    documents: int
+
+
+def save_tree(tree: MeasuredTree, folder: Path) -> None:
+    """Write a head's measured tree into its existing `folder`."""
+    write_json(folder / TREE, asdict(tree))
+
+
+def load_tree(folder: Path) -> MeasuredTree:
+    """Read what `save_tree` wrote; raises DraftsmithError where there is none, or something else."""
+    if not (folder / TREE).is_file():
+        raise DraftsmithError(
+            f"{folder} has no {TREE}: no tree was measured for this head; train it again to have one, or take another "
+            "tree such as chain:4"
+        )
+    values = read_json(folder / TREE)
+    names = {f.name for f in fields(MeasuredTree)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise DraftsmithError(f"{folder / TREE} is no measured tree: it must have the keys {', '.join(sorted(names))}")
+    return MeasuredTree(**values)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

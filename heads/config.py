@@ -11,10 +11,13 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import DraftsmithError
 from ..files import read_json, write_json
+
+if TYPE_CHECKING:
+    from .vocab import DraftVocab
 
 FORMAT_VERSION = 1
 
@@ -33,25 +36,14 @@ class HeadConfig:
     """Captured aux states, ascending and distinct, 0 < k < n."""
     last_state: Literal["pre", "post", "none"]
     """What the head's INPUT takes of state n: before or after the final norm, or nothing."""
-    recycled: Literal["pre_norm", "post_norm"]
-    """Which of the head's own states is fed back as the next step's hidden input."""
-    concat_order: Literal["embed_first", "hidden_first"]
-    input_norms: dict[str, Literal["rms", "none"]]
-    """Norm policy of each input by name, e.g. {"embed": "rms", "hidden": "rms"}."""
     steps: int
-    """Unrolled steps in training; decoding deeper is allowed and reported."""
+    """Unrolled steps in training; heads that draft one token after the other may decode deeper."""
     step_decay: float
     """Weight of step s in the loss is step_decay ** s."""
 
     hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     hidden_act: str
     rms_norm_eps: float
-    rope: dict[str, Any]
-    """The target's full-attention rope parameters (`rope_type`, `rope_theta`, scaling fields)."""
     max_position_embeddings: int
     vocab_size: int
     draft_vocab_size: int
@@ -108,6 +100,60 @@ class HeadConfig:
         write_json(path, self.to_dict())
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(HeadConfig):
+    """What a head with a decoder layer of its own adds: the layer's shapes, and what goes into it."""
+
+    recycled: Literal["pre_norm", "post_norm", "none"]
+    """Which of the head's own states is fed back as the next step's hidden input."""
+    concat_order: Literal["embed_first", "hidden_first", "none"]
+    input_norms: dict[str, Literal["rms", "none"]]
+    """Norm policy of each input by name, e.g. {"embed": "rms", "hidden": "rms"}."""
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: dict[str, Any]
+    """The target's full-attention rope parameters (`rope_type`, `rope_theta`, scaling fields)."""
+
+
+def require(config: HeadConfig, fixed: dict[str, Any]) -> None:
+    """Refuse a config whose values are not what its family computes; raises DraftsmithError naming the value."""
+    article = "an" if config.family[0] in "aeiou" else "a"
+    for name, value in fixed.items():
+        if (found := getattr(config, name)) != value:
+            raise DraftsmithError(
+                f"{name} = {found!r} is not what {article} {config.family} head computes: it must be {value!r}"
+            )
+
+
+def target_values(target_config: Any, vocab: DraftVocab) -> dict[str, Any]:
+    """Values of `HeadConfig` that follow from the target's transformers text config and the draft vocabulary."""
+    return {
+        "hidden_size": target_config.hidden_size,
+        "hidden_act": target_config.hidden_act,
+        "rms_norm_eps": target_config.rms_norm_eps,
+        "max_position_embeddings": target_config.max_position_embeddings,
+        "vocab_size": vocab.vocab_size,
+        "draft_vocab_size": len(vocab),
+        "draft_vocab_sha256": vocab.sha256,
+        "target_layers": target_config.num_hidden_layers,
+    }
+
+
+def layer_values(target_config: Any) -> dict[str, Any]:
+    """Shapes of `LayerConfig` that follow from the target's text config: a layer like one of its own."""
+    heads = target_config.num_attention_heads
+    return {
+        "intermediate_size": target_config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target_config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        # full rotary on the head's own head_dim, whatever share of it the target rotates
+        "rope": {k: v for k, v in target_config.rope_parameters.items() if k != "partial_rotary_factor"},
+    }
+
+
 def load_config(path: Path) -> HeadConfig:
     """Read a head's config file and build the subclass that its `family` names."""
     from .registry import head_family
@@ -152,4 +198,7 @@ def default_layer_ids(n_layers: int) -> list[int]:
     return [1, 1 + (n_layers - 2) // 2, n_layers - 1]
 
 
-__all__ = ["FORMAT_VERSION", "HeadConfig", "default_layer_ids", "load_config"]
+__all__ = [
+    "FORMAT_VERSION", "HeadConfig", "LayerConfig", "default_layer_ids", "layer_values", "load_config", "require",
+    "target_values",
+]  # fmt: skip

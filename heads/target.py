@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import DraftsmithError
 from ..files import canonical_json
+from .adapter import FOLDER, TunedConfig, adapter_sha256, merge_adapter
+from .architecture import context, eos_ids, layers_and_norm, text_decoder
 from .base import Needs, TargetParts
 from .config import HeadConfig
 from .linear import can_pack, pack_linears
@@ -53,9 +55,12 @@ class Target:
         n_layers, hidden_size, vocab_size: shapes.
         max_positions: most tokens of a sequence; context_reason: why they are fewer than the model allows, or "".
         eos_ids: token ids that end an answer.
+        adapter: folder of the adapter that is merged into the weights, or None; adapter_sha256: its hash.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, location: str, revision: str | None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, location: str, revision: str | None, adapter: Path | None = None
+    ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.id, self.revision = location, revision
@@ -63,17 +68,18 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.n_layers: int = self.config.num_hidden_layers
-        self.body = _body(model)
-        self.layers, self.final_norm = _layers_and_norm(self.body, self.n_layers)
+        self.body = text_decoder(model)
+        self.layers, self.final_norm = layers_and_norm(self.body, self.n_layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.max_positions, self.context_reason = _context(self.config)
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.max_positions, self.context_reason = context(self.config)
+        self.eos_ids = eos_ids(model, tokenizer)
         # sdpa where the architecture has it, else eager (score caps, sinks)
         self.own_attention: str = model.config._attn_implementation
         self.embed: Tensor = model.get_input_embeddings().weight
         # A local folder is hashed; a hub model is named by its id and commit.
         self.fingerprint = fingerprint(resolve_folder(location, revision))
+        self.adapter, self.adapter_sha256 = adapter, None if adapter is None else adapter_sha256(adapter)
         self.template_sha256 = template_sha256(tokenizer)
         if can_pack(self.device, self.dtype):
             pack_linears(model, keep=model.get_output_embeddings())
@@ -86,6 +92,7 @@ class Target:
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         device: str | None = None,
+        adapter: Path | None = None,
     ) -> Target:
         """Load a model folder or hub id.
 
@@ -94,19 +101,19 @@ class Target:
             revision: hub commit, branch or tag.
             dtype: None chooses by `auto_dtype`.
             device: None takes CUDA where there is one.
+            adapter: PEFT folder of a LoRA adapter that is merged into the weights: the target that a head drafts for
+                which was trained together with it. The fingerprint stays that of the model without it.
 
         Raises:
-            DraftsmithError: nothing loadable there, or the hub can't be reached.
+            DraftsmithError: nothing loadable there, the hub can't be reached, or the adapter is another model's.
         """
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # loading is announced by the stage that loads
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        with explain_loading(location):
-            model = AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype or auto_dtype(place))
-            tokenizer = load_tokenizer(location, revision)
-        return cls(model.to(place), tokenizer, location, getattr(model.config, "_commit_hash", None) or revision)
+        model = load_model(location, revision, dtype or auto_dtype(place))
+        tokenizer = load_tokenizer(location, revision)
+        if adapter is not None:
+            model = merge_adapter(model, adapter)
+        commit = getattr(model.config, "_commit_hash", None) or revision
+        return cls(model.to(place), tokenizer, location, commit, adapter)
 
     def parts(self) -> TargetParts:
         """Embedding, output head and final norm, as the model applies them."""
@@ -137,13 +144,31 @@ class Target:
                 )
 
     def check_head(self, config: HeadConfig) -> None:
-        """Refuse a head that was trained for another target; raises DraftsmithError."""
+        """Refuse a head that was trained for another target, its adapter included; raises DraftsmithError."""
         if config.target_fingerprint != self.fingerprint:
             raise DraftsmithError(
                 f"the head was trained for another target: fingerprint {config.target_fingerprint[:8]} of "
                 f"{config.target_id}, not {self.fingerprint[:8]} of {self.id}; take that model, or train a head for "
                 "this one"
             )
+        wanted = config.adapter_sha256 if isinstance(config, TunedConfig) else None
+        if wanted == self.adapter_sha256:
+            return
+        beside = f"give the folder {FOLDER!r} beside the head as adapter=…"
+        if wanted is None:
+            raise DraftsmithError(
+                f"the head was trained for {config.target_id} without an adapter, this target has {self.adapter} "
+                "merged into it: load the target without one"
+            )
+        if self.adapter_sha256 is None:
+            raise DraftsmithError(
+                f"the head was trained for {config.target_id} with an adapter (sha256 {wanted[:8]}), this target has "
+                f"none: {beside}"
+            )
+        raise DraftsmithError(
+            f"the head was trained for another adapter of {config.target_id}: sha256 {wanted[:8]}, not "
+            f"{self.adapter_sha256[:8]} of {self.adapter}: {beside}"
+        )
 
     @contextlib.contextmanager
     def attention(self, name: str | None = None) -> Iterator[None]:
@@ -216,6 +241,13 @@ def load_parts(location: str, revision: str | None, dtype: torch.dtype, device: 
     return dataclasses.replace(parts, last_layer=reader.layer(config.num_hidden_layers - 1)).to(device, dtype)
 
 
+def model_parts(model: Any) -> TargetParts:
+    """The frozen pieces of a loaded model; raises DraftsmithError where heads can't be trained for its kind."""
+    config = model.config.get_text_config()
+    norm = layers_and_norm(text_decoder(model), config.num_hidden_layers)[1]
+    return _parts(model.get_input_embeddings().weight, model.get_output_embeddings().weight, norm.weight, config)
+
+
 def _parts(embed: Tensor, head: Tensor, norm: Tensor, config: Any) -> TargetParts:
     if config.model_type.startswith("gemma") or not hasattr(config, "rms_norm_eps"):
         raise DraftsmithError(
@@ -255,6 +287,16 @@ class _WeightReader:
         names = {name.partition(mark)[2]: name for name in self.files if mark in name}
         found = {short: self.find((name,)) for short, name in names.items()}
         return {short: x for short, x in found.items() if x.is_floating_point()}
+
+
+def load_model(location: str, revision: str | None, dtype: torch.dtype) -> Any:
+    """Load the transformers model of a folder or hub id, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # loading is announced by the stage that loads
+    with explain_loading(location):
+        return AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype)
 
 
 def load_tokenizer(location: str, revision: str | None = None) -> Any:
@@ -327,56 +369,3 @@ def template_sha256(tokenizer: Any) -> str | None:
     """Hash of the chat template, None without one."""
     template = getattr(tokenizer, "chat_template", None)
     return hashlib.sha256(str(template).encode()).hexdigest() if template else None
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    found: list[int] = []
-    for value in (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
-        tokenizer.eos_token_id,
-    ):
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None and token not in found:
-                found.append(token)
-    return found
-
-
-def _body(model: Any) -> Any:
-    """The text decoder of a causal model; Llama-4's says that it is its own."""
-    body = model.get_decoder()
-    return model.model if body is model else body
-
-
-# What architectures call their list of decoder layers and the norm behind it.
-_LAYERS, _NORMS = ("layers", "h", "blocks"), ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
-
-
-def _layers_and_norm(body: Any, n_layers: int) -> tuple[nn.ModuleList, Any]:
-    body = getattr(body, "decoder", body)  # OPT
-    layers = next((x for x in (getattr(body, name, None) for name in _LAYERS) if x is not None), None)
-    norm = next((x for x in (getattr(body, name, None) for name in _NORMS) if x is not None), None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != n_layers or norm is None:
-        raise DraftsmithError(
-            f"{type(body).__name__} has no plain list of decoder layers followed by a norm; "
-            "this model can't be a target yet"
-        )
-    return layers, norm
-
-
-def _context(config: Any) -> tuple[int, str]:
-    """Most positions of a sequence, and why they are fewer than the model's own.
-
-    Rope types that choose their angles by the longest sequence of a pass are kept on the near side of the boundary:
-    beyond it, every key that is cached already would have to be computed again.
-    """
-    most = getattr(config, "max_position_embeddings", None) or 2**31  # none: positions without a limit (ALiBi)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for one in (rope, *(r for r in rope.values() if isinstance(r, dict))):  # one, or one for each kind of layer
-        if one.get("rope_type") in ("longrope", "dynamic"):
-            near = one.get("original_max_position_embeddings") or most
-            reason = (
-                f" (up to there its {one['rope_type']!r} rope keeps one set of angles; the model's own limit is {most})"
-            )
-            return min(most, near), reason
-    return most, ""

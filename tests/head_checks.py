@@ -9,12 +9,15 @@ import copy
 from typing import Any
 
 import torch
-from families import VOCAB, Case, make_document, make_documents, pack
-from reference_eagle3 import Document
+from decoder_checks import greedy_draws, pieces, random_head, random_prompts
+from families import FAMILIES, VOCAB, Case, make_document, make_documents, pack
+from reference import Document, pair
 from torch import Tensor
 
+from draftsmith.eval.decoder.drafters import make_drafter
+from draftsmith.eval.decoder.search import Chain
 from draftsmith.heads import alignment
-from draftsmith.heads.base import Batch, Needs, StepStats
+from draftsmith.heads.base import Batch, DraftHead, Needs, StepStats
 from draftsmith.heads.vocab import DraftVocab
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -138,9 +141,19 @@ def row_loss(case: Case, doc: Document, row: int, step: int, before: list[Docume
     return stats.num.detach()
 
 
-def cached_drafts(case: Case, doc: Document, rows: list[int], steps: int) -> list[Tensor]:
-    """Logits [len(rows), Vd] of each cached draft step behind each row: one ragged batch, committed in two pieces."""
-    head, embed = case.head, case.parts.embed
+def ready_to_draft(case: Case) -> DraftHead:
+    """A copy of the case's head as a drafter makes it."""
+    head = copy.deepcopy(case.head)
+    head.attach(case.parts)
+    return head
+
+
+def cached_drafts(case: Case, doc: Document, rows: list[int], steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Logits [len(rows), Vd] and states of each cached draft step behind each row.
+
+    One ragged batch, committed in two pieces.
+    """
+    head, embed = ready_to_draft(case), case.parts.embed
     tokens = torch.tensor(doc.tokens)
     b, longest = len(rows), max(rows) + 1
     at = torch.arange(longest).expand(b, -1)
@@ -150,22 +163,24 @@ def cached_drafts(case: Case, doc: Document, rows: list[int], steps: int) -> lis
 
     def feed(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         index = (first[:, None] + torch.arange(int(count.max()))).clamp(max=len(tokens) - 2)
-        return head.forward_step(cache, embed[tokens[index + 1]], doc.features[index], index, count)
+        inputs = head.inputs(doc.features[index], doc.last[index], case.parts)
+        return head.forward_step(cache, embed[tokens[index + 1]], inputs, index, count)
 
     logits, state = feed(torch.zeros_like(half), half)
     for s in (1, 2):  # drafts that are refused: the rest of the rows must overwrite them
-        logits, state = head.forward_step(cache, embed[tokens[at[:, :1] + s]], state, (half + s - 1)[:, None], None)
+        read = embed[tokens[at[:, :1] + s]]
+        logits, state = head.forward_step(cache, read, state, (half + s - 1)[:, None], None, step=s)
     rest = counts - half
     more = rest > 0
     assert more.all(), "every row needs a second piece"
     cache.longest = int(half.max())
     logits, state = feed(half, rest)
     cache.longest = int(counts.max())
-    out = [logits[:, 0]]
+    out = [(logits[:, 0], state[:, 0])]
     for s in range(1, steps):
         read = embed[tokens[torch.tensor(rows) + 1 + s]][:, None]
-        logits, state = head.forward_step(cache, read, state, (counts + s - 1)[:, None], None)
-        out.append(logits[:, 0])
+        logits, state = head.forward_step(cache, read, state, (counts + s - 1)[:, None], None, step=s)
+        out.append((logits[:, 0], state[:, 0]))
     assert torch.equal(cache.lengths, counts), "draft rows must not stay in the cache"
     return out
 
@@ -179,34 +194,69 @@ def check_train_equals_decode(case: Case) -> None:
     ids = case.ids
     got = cached_drafts(case, doc, rows, steps)
     weights = case.weights()
-    unrolled = case.reference.unroll(weights, case.config, doc, case.parts.embed)
+    unrolled = case.reference.unroll(weights, case.config, doc, case.parts, ids)
     known = [i for i, t in enumerate(doc.tokens) if t in ids]
     for b, row in enumerate(rows):
-        drafted = case.reference.draft(weights, case.config, doc, case.parts.embed, row, steps)
+        drafted = case.reference.draft(weights, case.config, doc, case.parts, ids, row, steps)
         for s in range(steps):
-            torch.testing.assert_close(got[s][b], drafted[s], **NEAR)
+            logits, state = got[s][0][b], got[s][1][b]
+            want, feature = pair(drafted[s])
+            torch.testing.assert_close(logits, want, **NEAR)
             torch.testing.assert_close(unrolled[s][row], drafted[s], **EXACT)
+            if feature is not None:
+                torch.testing.assert_close(state, feature, **NEAR)
             tokens = list(doc.tokens)
             tokens[row + 2 + s] = doc.tokens[known[0]]  # the loss counts labels of the draft vocabulary only
             labelled = Document(tokens, doc.answer, doc.features, doc.last)
-            p = torch.softmax(case.reference.teacher(doc, row + 1 + s, case.parts)[ids], 0)
-            want = -(p * torch.log_softmax(got[s][b], 0)).sum()
-            torch.testing.assert_close(row_loss(case, labelled, row, s), want, **EXACT)
+            loss = case.reference.row_loss(case.config, labelled, case.parts, ids, row, s, logits, state)
+            torch.testing.assert_close(row_loss(case, labelled, row, s), loss, **EXACT)
+
+
+@torch.inference_mode()
+def check_chain_drafts(target: Any, family: str, lengths: list[int], depth: int) -> None:
+    """At most `depth` tokens that the drafter proposes are the oracle's own greedy drafts: untrained depths, too."""
+    head = random_head(target, family=family)
+    depth = min(depth, head.most_depth or depth)
+    drafter = make_drafter(head, pieces(target), Chain(depth))
+    drafter.allocate(len(lengths), 64)
+    texts = random_prompts(target, lengths, seed=4)
+    needs = Needs(head.needs.layer_ids, last=True)
+    features = [[x[0] for x in target.states(torch.tensor([t[:-1]]), needs)] for t in texts]
+    for slot, (text, (aux, last)) in enumerate(zip(texts, features, strict=True)):
+        drafter.begin(slot, torch.tensor(text), aux, last)
+    tree = drafter.propose(torch.tensor([t[-1] for t in texts]), greedy_draws(lengths, target.vocab_size))
+    assert tree.tokens.shape == (len(texts), depth + 1)
+    weights = {n: w.double() for n, w in head.named_parameters()}
+    ids, parts = head.vocab.target_ids.tolist(), pieces(target).to("cpu", torch.float64)
+    for slot, (text, (aux, last)) in enumerate(zip(texts, features, strict=True)):
+        known = list(text)
+        for s in range(depth):
+            doc = Document(known, [], aux.double(), last.double())
+            found = FAMILIES[family].reference.draft(weights, head.config, doc, parts, ids, len(text) - 2, s + 1)[-1]
+            logits, _ = pair(found)
+            known.append(ids[int(logits.argmax())])
+        got = tree.tokens[slot].tolist()
+        assert got == known[len(text) - 1 :], f"drafts {got}, the oracle's are {known[len(text) - 1 :]}"
 
 
 # --- no leak (invariant 3) --------------------------------------------------------------------------------------------
 
 
-def perturbed(doc: Document, case: Case, tokens_from: int, features_from: int, teacher_row: int) -> Document:
-    """Other tokens, features and teacher rows wherever a row may not look; labels stay in the draft vocabulary."""
+def perturbed(doc: Document, case: Case, tokens_from: int, inputs_from: int, teacher_row: int) -> Document:
+    """Other tokens, states and teacher rows wherever a row may not look; labels stay in the draft vocabulary.
+
+    A head that reads the last state sees its rows before `inputs_from`; to others it is only the teacher's.
+    """
     g = torch.Generator().manual_seed(99)
     other = copy.deepcopy(doc)
     for k in range(tokens_from, len(doc.tokens)):
         other.tokens[k] = case.ids[(case.ids.index(doc.tokens[k]) + 1) % len(case.ids)]
-    rest = other.features[features_from:]
+    rest = other.features[inputs_from:]
     rest += torch.randn(rest.shape, generator=g, dtype=rest.dtype)
     noise = torch.randn(other.last.shape, generator=g, dtype=rest.dtype)
     noise[teacher_row] = 0
+    if case.head.needs.last:
+        noise[:inputs_from] = 0
     other.last += noise
     return other
 
@@ -225,14 +275,17 @@ def check_no_leak(case: Case) -> None:
     for row in (0, 3, 7):
         for s in range(min(case.config.steps, 12 - row - 2)):
             before = row_loss(case, doc, row, s)
-            hidden = perturbed(doc, case, row + 2 + s, row + 1, row + 1 + s)
+            later = row + 2 + s + case.head.hard_labels  # a hard label is the text's own token
+            hidden = perturbed(doc, case, later, row + 1, row + 1 + s)
             assert torch.equal(before, row_loss(case, hidden, row, s)), f"row {row} at step {s} sees something later"
-            for what in (
-                perturbed(doc, case, row + 1 + s, row + 1, row + 1 + s),
-                perturbed(doc, case, row + 2 + s, row, row + 1 + s),
-                perturbed(doc, case, row + 2 + s, row + 1, 0),
-            ):
-                assert not torch.equal(before, row_loss(case, what, row, s)), f"row {row} at step {s} ignores its input"
+            seen = {
+                "token": perturbed(doc, case, later - 1, row + 1, row + 1 + s),
+                "state": perturbed(doc, case, later, row, row + 1 + s),
+            }
+            if not case.head.hard_labels:
+                seen["teacher"] = perturbed(doc, case, later, row + 1, 0)
+            for what, other in seen.items():
+                assert not torch.equal(before, row_loss(case, other, row, s)), f"row {row} at step {s} ignores {what}"
 
 
 @torch.no_grad()

@@ -229,7 +229,7 @@ class ToyNetwork:
         return self._logits(self.before, self.roots), self.roots[:, None, None]
 
     def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+        self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert states is not None
         return self._logits(states[..., 0], tokens), tokens[..., None]

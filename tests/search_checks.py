@@ -41,23 +41,20 @@ class Toy:
         state = torch.tensor([[[float(self.code(i, ()))]] for i in range(b)])
         return torch.stack([self.logits(i, ()) for i in range(b)]), state
 
-    def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def expand(self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         b, m = tokens.shape
         assert states is not None
         assert states.shape == (b, m, 1)
-        assert depth.shape == (b, m)
         before = len(self.rows[0])
         assert seen is None or seen.shape == (b, m, before + m)
         logits = torch.empty(b, m, self.table.shape[1])
         new = torch.empty(b, m, 1)
         for i in range(b):
-            self.rows[i] += list(zip(tokens[i].tolist(), depth[i].tolist(), strict=True))
+            self.rows[i] += [(token, depth) for token in tokens[i].tolist()]
             for j in range(m):
                 visible = range(before + j + 1) if seen is None else seen[i, j].nonzero().flatten().tolist()
                 rows = [self.rows[i][k] for k in visible]
-                assert [d for _, d in rows] == list(range(1, int(depth[i, j]) + 1)), "not a path"
+                assert [d for _, d in rows] == list(range(1, depth + 1)), "not a path"
                 path = tuple(token for token, _ in rows)
                 assert path[-1] == int(tokens[i, j])
                 assert float(states[i, j, 0]) == self.code(i, path[:-1]), "another node's state"
@@ -122,7 +119,7 @@ class RecordedPaths(NetworkDrafter):
         self.made: list[list[tuple[list[int], Tensor]]] = [[] for _ in range(b)]
         return super().first(b)
 
-    def expand(self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None) -> Any:
+    def expand(self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None) -> Any:
         out = super().expand(tokens, states, depth, seen)  # type: ignore[safe-super]
         for i, new in enumerate(tokens.tolist()):
             before = len(self.read[i])
@@ -130,6 +127,6 @@ class RecordedPaths(NetworkDrafter):
             for j in range(len(new)):
                 visible = range(before + j + 1) if seen is None else seen[i, j].nonzero().flatten().tolist()
                 path = [self.read[i][k] for k in visible]
-                assert len(path) == int(depth[i, j])
+                assert len(path) == depth
                 self.made[i].append((path, out[0][i, j]))
         return out

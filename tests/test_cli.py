@@ -14,9 +14,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from draftsmith import cli, pipeline, progress
+from draftsmith import cli, pipeline, progress, stages
 from draftsmith.errors import DraftsmithError
+from draftsmith.heads import named
 from draftsmith.run_config import EvalSection, PrepareSection, RegenerateSection, plan_minutes, resolve, to_yaml
+from draftsmith.train import settings
 
 RUN = [sys.executable, "-m", "draftsmith.cli"]
 STAGES = ["run", "prepare", "regenerate", "collect", "train", "eval"]
@@ -81,6 +83,7 @@ def test_dry_run_prints_yaml_that_config_reads_back(stage, tmp_path):
 def test_a_model_brings_defaults_that_everything_else_beats(tmp_path):
     own = resolve("run", {}, None, [])
     assert (own.head_options.steps, own.train.token_budget, own.regenerate.max_new_tokens) == (4, 512, 128)
+    assert resolve("run", {"head": "eagle1"}, None, []).head_options.steps == 1  # the model's own are for single heads
     other = resolve("run", {"model": "Qwen3-8B"}, None, [])
     assert (other.head_options.steps, other.train.token_budget) == (7, 1024)
     file = tmp_path / "c.yaml"
@@ -106,9 +109,14 @@ def test_machine_numbers_that_would_wait_forever_are_refused(flags, told):
 def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("minutes: 3\nhead: {steps: 2}\ntrain: {token_budget: 64, lr_matrix: 1e-3}\neval: {prompts: 7}\n")
-    config = resolve("run", {"minutes": 4.0, "head": "eagle3"}, file, ["train.token_budget=128", "eval.depths=[1, 2]"])
+    config = resolve(
+        "run",
+        {"minutes": 4.0, "head": "eagle3"},
+        file,
+        ["train.token_budget=128", "eval.trees=[chain:1, dynamic:4x3x8]"],
+    )
     assert (config.minutes, config.head_options.steps, config.train.token_budget) == (4.0, 2, 128)
-    assert (config.train.lr_matrix, config.eval.prompts, config.eval.depths) == (1e-3, 7, [1, 2])
+    assert (config.train.lr_matrix, config.eval.prompts, config.eval.trees) == (1e-3, 7, ["chain:1", "dynamic:4x3x8"])
     assert config.eval.max_new_tokens == 64
     assert resolve("eval", {}, None, []).eval == EvalSection()
 
@@ -133,7 +141,9 @@ def test_defaults_of_sections_are_the_stages_own():
 def test_unknown_names_list_what_exists():
     assert "smollm2-135m" in refused("model=smolm2-135m")
     assert "did you mean smollm2-135m?" in refused("model=smolm2-135m")
-    assert "there are: eagle3" in refused("head=eagle9")
+    message = refused("head=eagle9")
+    assert "there are: " in message
+    assert "eagle3" in message
     message = refused("recipe=nothing")
     assert "builtin" in message
     assert "sharegpt-ultrachat" in message
@@ -154,11 +164,45 @@ def test_unknown_names_list_what_exists():
         ("eval=3", "group of settings"),
         ("run=../elsewhere", "run = '../elsewhere'"),
         ("nonsense", "KEY=VALUE"),
-        ("eval.depths=[1", "not valid YAML"),
+        ("eval.trees=[1", "not valid YAML"),
+        ("eval.trees=[]", "eval.trees = []"),
+        ("eval.trees=[static:0,1]", "eval.trees.1 = 1: input should be a valid string"),
+        ("weights_of=eagle3", "weights_of follows from the head"),
     ],
 )
 def test_bad_overrides_are_named(text, told):
     assert told in refused(text)
+
+
+def test_a_head_may_be_another_way_to_decode_one():
+    two = resolve("eval", {"head": "eagle2"}, None, ["train.steps=9", "head.options.noise=0.0"])
+    one = resolve("eval", {"head": "eagle1"}, None, ["train.steps=9", "head.options.noise=0.0"])
+    assert (two.weights_of, one.weights_of) == ("eagle1", None)
+    assert (two.head_options, two.train) == (one.head_options, one.train)
+    assert two.train.steps == 9
+    assert two.eval.trees != one.eval.trees == ["chain:1", "chain:2", "chain:3", "chain:4"]
+    assert resolve("eval", {"head": "eagle2"}, None, ["eval.trees=[chain:2]"]).eval.trees == ["chain:2"]
+    assert "weights_of" not in to_yaml(two)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("weights_of: nobody", "weights_of names the unknown head 'nobody'; there are: other, real, strange"),
+        ("weights_of: strange", "'strange', which has no weights of its own"),
+        ("weights_of: other", "'other', which has no weights of its own"),
+        ("weights_of: real\ntrain: {steps: 3}", "what trains comes from real, leave train out"),
+        ("weights_of: real\ndecode: {trees: []}", "decode.trees = \\[\\] for head 'strange'"),
+        ("weights_of: real\ndecode: {tree: [chain:1]}", "decode.tree: there is no such setting .* there are: trees"),
+    ],
+)
+def test_weights_that_can_not_be_taken_are_named(tmp_path, monkeypatch, text, told):
+    (tmp_path / "real.yaml").write_text("head: {family: eagle3, steps: 1, step_decay: 1.0}\ntrain: {steps: 1}\n")
+    (tmp_path / "other.yaml").write_text("weights_of: strange\n")
+    (tmp_path / "strange.yaml").write_text(text + "\n")
+    monkeypatch.setattr(named, "_folder", lambda: tmp_path)
+    with pytest.raises(DraftsmithError, match=told):
+        settings.load_head_recipe("strange")
 
 
 def test_recipe_and_data_exclude_each_other(tmp_path):
@@ -199,16 +243,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(DraftsmithError, match="is a file"):
-        pipeline.probe_writable(tmp_path / "runs")
+        stages.probe_writable(tmp_path / "runs")
     with pytest.raises(DraftsmithError, match="can't be written"):
-        pipeline.probe_writable(tmp_path / "runs" / "below")
+        stages.probe_writable(tmp_path / "runs" / "below")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_runs_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(DraftsmithError, match="can't be written"):
-        pipeline.probe_writable(tmp_path / "runs")
+        stages.probe_writable(tmp_path / "runs")
 
 
 @pytest.mark.parametrize(("code", "told"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "can't be written")])
@@ -218,7 +262,7 @@ def test_a_full_or_read_only_disk_is_named_before_any_work(tmp_path, monkeypatch
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(DraftsmithError, match=told):
-        pipeline.probe_writable(tmp_path / "runs")
+        stages.probe_writable(tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []
 
 

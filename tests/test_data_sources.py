@@ -221,7 +221,9 @@ def test_named_recipes():
     assert {"builtin", "sharegpt-ultrachat"} <= set(recipe_names())
     for name in recipe_names():
         assert load_recipe(name).name == name
-    with pytest.raises(DraftsmithError, match="no recipe 'bulitin': give one of builtin, sharegpt-ultrachat"):
+    with pytest.raises(
+        DraftsmithError, match="no recipe 'bulitin': give one of builtin, family-tour, sharegpt-ultrachat"
+    ):
         load_recipe("bulitin")
 
 
@@ -232,6 +234,10 @@ def test_named_recipes():
         ("sources: [{source: builtin, wieght: 2}]", r"sources\.0\.wieght: Extra inputs"),
         ("sources: [{source: builtin, weight: 0}]", r"sources\.0\.weight: .*greater than 0"),
         ("sources: [{source: builtin}]\nseed: x", "seed: .*valid integer"),
+        (
+            "sources: [{source: builtin}]\ntour: {heads: [], minutes: 1, answer_minutes: 1}",
+            r"tour\.heads: .*at least 1",
+        ),
         ("- builtin", "a mapping"),
         ("sources: [", "not valid YAML"),
     ],
@@ -240,6 +246,15 @@ def test_faulty_recipes_name_the_key(text, reason):
     with pytest.raises(DraftsmithError, match=reason) as caught:
         parse_recipe("r", text, "r.yaml")
     assert "\n" not in str(caught.value)
+
+
+def test_a_tour_does_not_decide_which_prompts_come_out():
+    text = "sources: [{source: builtin}]\n"
+    plain, toured = (
+        parse_recipe("r", text + more, "r.yaml") for more in ("", "tour: {heads: [a], minutes: 1, answer_minutes: 2}")
+    )
+    assert plain.identity() == toured.identity()
+    assert (plain.tour, toured.tour.minutes) == (None, 1)
 
 
 def test_recipe_of_own_data(tmp_path):

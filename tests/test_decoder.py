@@ -8,10 +8,22 @@ from typing import Any
 
 import decoder_checks as checks
 import pytest
-import reference_eagle3
 import torch
-from decoder_checks import RandomTreeDrafter, RandomTreeEagle3, ScriptedEagle3, make_truth, random_head, random_prompts
+from decoder_checks import (
+    FAMILY_SHAPES,
+    SHAPES,
+    PartlyRight,
+    RandomTreeDrafter,
+    RandomTrees,
+    ScriptedEagle3,
+    make_truth,
+    of_family,
+    pieces,
+    random_head,
+    random_prompts,
+)
 from decoder_models import save_model
+from families import FAMILIES
 
 from draftsmith.eval.decoder import loop, prefill, probe
 from draftsmith.eval.decoder.drafters import make_drafter
@@ -62,10 +74,16 @@ def test_target_cache_is_a_fresh_prefill_under_random_trees(
     assert accepted > (10 if nodes > 1 else -1)
 
 
-@pytest.mark.parametrize("kind", [RandomTreeEagle3, ScriptedEagle3])
-def test_head_cache_is_a_fresh_prefill(tiny_target: Any, truth: checks.Truth, head: Any, kind: type) -> None:
-    drafter = kind(head, tiny_target.embed, Chain(5)).script(truth, 0.8)
-    assert checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head) > 20
+@pytest.mark.parametrize(("kind", "shape"), [(RandomTrees, "dynamic"), *((PartlyRight, s) for s in FAMILY_SHAPES)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_cache_is_a_fresh_prefill(
+    tiny_target: Any, truth: checks.Truth, family: str, kind: type[checks.Scripted], shape: str
+) -> None:
+    """K/V, recycled state and logits of the first draft after every step, and the answers are the target's own."""
+    head = random_head(tiny_target, family=family)
+    drafter = of_family(kind, family)(head, pieces(tiny_target), SHAPES[shape]).script(truth, 0.8)
+    some = dict(list(truth.items())[:5])
+    assert checks.check_cache_truth(tiny_target, drafter, some, 3, limits, head) > 10
 
 
 def test_other_architectures_keep_a_true_cache(other: tuple[Any, checks.Truth]) -> None:
@@ -86,7 +104,7 @@ def test_plain_decoding_is_dense_greedy(tiny_target: Any, truth: checks.Truth, s
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
 def test_chains_are_lossless(tiny_target: Any, truth: checks.Truth, head: Any, depth: int, slots: int) -> None:
     for right in (0.6, 1.0):
-        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, right)
+        drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(depth)).script(truth, right)
         results = checks.check_lossless(tiny_target, drafter, truth, slots, limits)
         steps = [s for r in results for s in r.steps]
         assert all(s.drafted == depth for s in steps)
@@ -106,16 +124,12 @@ def test_other_architectures_are_lossless(other: tuple[Any, checks.Truth], slots
     target, truth = other
     checks.check_lossless(target, PlainDrafter(), truth, slots, limits)
     checks.check_lossless(target, RandomTreeDrafter(truth, 11), truth, slots, limits)
-    drafter = ScriptedEagle3(random_head(target), target.embed, Chain(4)).script(truth, 0.7)
+    drafter = ScriptedEagle3(random_head(target), pieces(target), Chain(4)).script(truth, 0.7)
     checks.check_lossless(target, drafter, truth, slots, limits)
 
 
-def test_drafts_are_the_oracles(tiny_target: Any, head: Any) -> None:
-    checks.check_chain_drafts(tiny_target, head, reference_eagle3, [2, 7, 12], 9)
-
-
 def test_an_untrained_head_through_its_family_is_lossless(tiny_target: Any, truth: checks.Truth, head: Any) -> None:
-    checks.check_lossless(tiny_target, make_drafter(head, tiny_target.embed, Chain(3)), truth, 3, limits)
+    checks.check_lossless(tiny_target, make_drafter(head, tiny_target.parts(), Chain(3)), truth, 3, limits)
 
 
 # --- where answers end ------------------------------------------------------------------------------------------------
@@ -129,7 +143,7 @@ def test_an_answer_ends_at_a_stop_token_inside_an_accepted_block(
     # with K = 5 all right, a step emits tokens 1..6, 7..12, ...: these stops lie inside the first and second block
     stops = [texts[0][3], texts[1][8], texts[2][5]]
     monkeypatch.setattr(tiny_target, "eos_ids", stops)
-    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(5)).script(truth, 1.0)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(5)).script(truth, 1.0)
     results = checks.check_lossless(tiny_target, drafter, truth, slots, limits)
     assert {r.finish for r in results[:3]} == {"eos"}
     assert any(r.steps[-1].emitted < r.steps[-1].accepted + 1 for r in results[:3])
@@ -147,7 +161,7 @@ def test_an_answer_may_end_with_its_first_token(
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_max_new_tokens_is_exact(tiny_target: Any, truth: checks.Truth, head: Any, slots: int) -> None:
-    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(5)).script(truth, 1.0)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(5)).script(truth, 1.0)
     results = checks.check_lossless(tiny_target, drafter, truth, slots, lambda i: i + 1)
     assert [len(r.tokens) for r in results] == list(range(1, len(LENGTHS) + 1))
 
@@ -158,7 +172,7 @@ def test_the_last_cache_row_can_be_used(tiny_target: Any, head: Any) -> None:
     prompts = random_prompts(tiny_target, [512 - depth - 1 - new, 4], seed=5)
     truth = make_truth(tiny_target, prompts, new + depth + 1)
     for slots in (1, 2):
-        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, 1.0)
+        drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(depth)).script(truth, 1.0)
         checks.check_lossless(tiny_target, drafter, truth, slots, lambda _: new)
 
 
@@ -170,7 +184,7 @@ def test_prompts_are_read_in_chunks(
     tiny_target: Any, truth: checks.Truth, head: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "PREFILL_ROWS", rows)
-    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.6)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(3)).script(truth, 0.6)
     checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
     checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
     check_records(tiny_target, truth)
@@ -192,7 +206,7 @@ def test_a_shared_beginning_is_copied_not_run_again(
         return forward(target, tokens, *args, **kwargs)
 
     monkeypatch.setattr(prefill, "forward_with_cache", counted)
-    drafter = ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.6)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(3)).script(truth, 0.6)
     checks.check_cache_truth(tiny_target, drafter, truth, 3, limits, head)
     assert rows == [25, 9, 3, 1, 5, 14]
     checks.check_lossless(tiny_target, PlainDrafter(), truth, 2, limits)
@@ -205,7 +219,7 @@ def test_chains_have_the_bits_of_plain_decoding(
     """B = 1, fp32: the logits of every emitted token are bit-identical whatever the drafts."""
     plain = logits_by_position(tiny_target, PlainDrafter(), truth, monkeypatch)
     for depth in (1, 2, 3, 4, 5, 7):
-        drafter = ScriptedEagle3(head, tiny_target.embed, Chain(depth)).script(truth, 0.8, seed=depth)
+        drafter = ScriptedEagle3(head, pieces(tiny_target), Chain(depth)).script(truth, 0.8, seed=depth)
         chain = logits_by_position(tiny_target, drafter, truth, monkeypatch)
         shared = set(plain) & set(chain)
         assert len(shared) == len(plain)
@@ -305,7 +319,7 @@ def test_requests_are_taken_as_slots_become_free(tiny_target: Any, truth: checks
 
 def test_the_timer_holds_the_parts_of_a_step(tiny_target: Any, truth: checks.Truth, head: Any) -> None:
     timer = StepTimer()
-    drafter = Eagle3Drafter(head, tiny_target.embed, Chain(2))
+    drafter = Eagle3Drafter(head, tiny_target.parts(), Chain(2))
     requests = [Request("r", list(next(iter(truth))), 12)]
     (result,) = decode(tiny_target, drafter, requests, slots=1, capacity=64, timer=timer)
     assert timer.steps == len(result.steps)

@@ -16,8 +16,9 @@ from draftsmith.eval.decoder.cache import TreeCache
 from draftsmith.eval.decoder.drafters.plain import PlainDrafter
 from draftsmith.eval.decoder.loop import Request, decode
 from draftsmith.eval.decoder.types import TokenTree, chain, unpack_ancestors
+from draftsmith.heads.architecture import context
 from draftsmith.heads.linear import PackedLinear, can_pack, pack_linears
-from draftsmith.heads.target import Target, _context
+from draftsmith.heads.target import Target
 
 # --- trees and cache -------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ def test_a_dynamic_rope_is_bounded_too(own_target: Any, nested: bool) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
     plain = {"rope_type": "default", "rope_theta": 1e4}
     own_target.config.rope_parameters = {"full_attention": rope, "sliding_attention": plain} if nested else rope
-    most, reason = _context(own_target.config)
+    most, reason = context(own_target.config)
     assert most == 128
     assert "'dynamic'" in reason
 

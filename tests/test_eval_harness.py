@@ -12,10 +12,16 @@ import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import check, harness
+from draftsmith.eval.decoder.loop import StepLog
+from draftsmith.eval.decoder.search import parse_shape
 from draftsmith.eval.harness import EvalSettings, evaluate
+from draftsmith.eval.metrics import acceptance
+from draftsmith.eval.ranks import RankWatch
 from draftsmith.eval.report.charts import figure
 from draftsmith.eval.report.page import write_page
 from draftsmith.eval.report.terminal import print_summary, summary_rows
+from draftsmith.eval.tune import PLAIN
+from draftsmith.heads.checkpoint import MeasuredTree, save_tree
 from draftsmith.heads.eagle3 import Eagle3Head, eagle3_config
 from draftsmith.heads.vocab import DraftVocab
 
@@ -46,9 +52,10 @@ def report(tiny_target):
 
 def test_report_holds_what_is_promised(report):
     s = report["summary"]
-    assert report["schema"] == "draftsmith.report/1"
-    assert set(s["setting"]) == {"kind", "depth", "nodes", "temperature", "batch", "dtype"}
+    assert report["schema"] == "draftsmith.report/2"
+    assert set(s["setting"]) == {"kind", "tree", "depth", "nodes", "temperature", "batch", "dtype"}
     assert s["setting"]["kind"] == "chain"
+    assert s["setting"]["tree"] == f"chain:{s['setting']['depth']}"
     assert s["setting"]["nodes"] == s["setting"]["depth"] + 1
     assert s["setting"]["dtype"] == "float32"
     assert s["output_check"] == "identical"
@@ -56,13 +63,17 @@ def test_report_holds_what_is_promised(report):
     assert report["environment"]["sessions"] == 1
     assert s["tau_ci"][0] <= s["tau"] <= s["tau_ci"][1]
     assert s["speedup_ci"][0] <= s["speedup"] <= s["speedup_ci"][1]
-    assert len(s["acceptance_conditional_k4"]) == len(s["acceptance_cumulative_k4"]) == 4
+    assert s["chain"]["tree"] == "chain:4"
+    assert len(s["chain"]["acceptance_conditional"]) == len(s["chain"]["acceptance_cumulative"]) == 4
     assert len(s["acceptance_conditional"]) == s["setting"]["depth"]
     assert min(s["tokens_per_s"], s["baseline_tokens_per_s"], s["generate_tokens_per_s"]) > 0
     assert 0 < s["overhead"] < 1
-    assert [row["depth"] for row in report["tuning"]["table"]] == [1, 2, 3, 4]
+    assert [(row["tree"], row["depth"], row["nodes"]) for row in report["tuning"]["table"]] == [
+        (f"chain:{k}", k, k + 1) for k in (1, 2, 3, 4)
+    ]
+    assert list(report["tuning"]["acceptance_conditional"]) == ["chain:4"]  # that of all of them
     assert sum(row["measured_tokens_per_s"] is not None for row in report["tuning"]["table"]) == 2
-    assert set(report["passes"]["target_seconds"]) == {"1", "2", "3", "4", "5"}
+    assert [cost["rows"] for cost in report["passes"].values()] == [1, 2, 3, 4, 5]
     assert len(report["prompts"]["sha256"]) == 64
     json.dumps(report, allow_nan=False)
 
@@ -75,28 +86,96 @@ def test_figures_follow_from_the_raw_logs(report):
     assert spoken == [p["tokens"] for p in report["prompts"]["plain"]]
 
 
+def test_trees_are_measured_themselves_and_by_rank(tiny_target):
+    trees = ["static:0,1,2,0.0,0.1,1.0", "dynamic:3x2x6", "chain:1", "chain:2"]
+    report = evaluate(tiny_target, make_head(tiny_target), dataclasses.replace(SMALL, trees=trees[:2]))
+    s = report["summary"]
+    assert s["setting"]["tree"] in trees
+    assert s["setting"]["kind"] in ("static", "dynamic")
+    assert s["output_check"] == "identical"
+    assert [(row["depth"], row["nodes"]) for row in report["tuning"]["table"]] == [(2, 7), (2, 6)]
+    for row in report["tuning"]["table"]:
+        cost = report["passes"][row["tree"]]
+        step = sum(value for name, value in cost.items() if name != "rows")
+        assert row["predicted_tokens_per_s"] == pytest.approx(row["expected_tau"] / step)
+    assert s["chain"]["tree"] == "chain:4"
+    assert s["acceptance_cumulative"][0] > s["chain"]["acceptance_cumulative"][0]  # more children, more hits
+    for depth, ranks in enumerate(s["acceptance_by_rank"]):
+        assert sum(ranks) == pytest.approx(s["acceptance_cumulative"][depth])
+    assert sum(s["acceptance_by_rank"][0][1:]) > 0
+    assert any(name.endswith("by rank") for name, _ in summary_rows(report))
+    mixed = evaluate(tiny_target, make_head(tiny_target), dataclasses.replace(SMALL, trees=trees[1:]))
+    assert list(mixed["tuning"]["acceptance_conditional"]) == ["dynamic:3x2x6", "chain:2"]
+
+
+def test_equal_trees_are_expected_to_emit_the_same():
+    """However they are written, and however short the tuning answers are."""
+    trees = {text: parse_shape(text) for text in ("chain:1", "chain:2", "static:0,0.0")}
+    figures = acceptance([[StepLog(2, 2, 1)], [StepLog(2, 1, 2), StepLog(2, 0, 1)]])  # the first is cut
+    assert figures.tau == pytest.approx(4 / 3)
+    taus = harness._expected(trees, {"chain:2": figures, "static:0,0.0": figures})
+    assert taus == {text: pytest.approx(tau) for text, tau in [("chain:1", 5 / 3), ("chain:2", 2), ("static:0,0.0", 2)]}
+
+
+def test_ranks_are_noted_of_one_answer_at_a_time(tiny_target):
+    wide = f"static:{','.join(map(str, range(90)))},0.0"  # an untrained head needs many guesses
+    trees = {text: parse_shape(text) for text in (wide, "chain:2")}
+    bench = harness.Bench(tiny_target, make_head(tiny_target), trees)
+    tree = bench.drafter(wide)
+    assert tree.head is bench.drafter("chain:2").head  # prepared once
+    assert isinstance(bench.watched(wide), RankWatch)
+    assert bench.watched("chain:2") is bench.drafter("chain:2")
+    with pytest.raises(AssertionError, match="one sequence at a time"):
+        RankWatch(tree).allocate(2, 8)
+    requests = [dataclasses.replace(check_request(tiny_target), id=name, max_new_tokens=30) for name in "abc"]
+    alone = bench.decode(requests[0], wide)
+    ranks = bench.ranks(wide, alone)
+    assert sum(map(sum, ranks)) == sum(step.accepted for step in alone.steps) > 0
+    together = list(bench.decode_all(requests, wide, 3))
+    assert {tuple(result.tokens) for result in together} == {tuple(alone.tokens)}
+    assert bench.ranks(wide, alone) == ranks  # several answers at once note nothing
+
+
+def test_a_heads_own_tree_is_read_from_its_checkpoint(tiny_target, tmp_path):
+    save_tree(MeasuredTree([[0], [1], [0, 0]], [[0.5, 0.2], [0.3]], [9, 9], 1), tmp_path)
+    small = dataclasses.replace(SMALL, prompts=1, tuning_prompts=1, trees=["own:4"])
+    setting = evaluate(tiny_target, make_head(tiny_target), small, checkpoint=tmp_path)["summary"]["setting"]
+    assert (setting["kind"], setting["depth"], setting["nodes"]) == ("own", 2, 4)
+    with pytest.raises(DraftsmithError, match="it goes with a head"):
+        evaluate(tiny_target, make_head(tiny_target), small)
+
+
+def test_a_tree_deeper_than_the_head_is_refused(tiny_target, monkeypatch):
+    head = make_head(tiny_target)
+    monkeypatch.setattr(Eagle3Head, "most_depth", 2)
+    with pytest.raises(DraftsmithError, match=r"chain:3 is 3 deep, the head drafts 2 tokens: .*eval.trees=\[chain:2\]"):
+        evaluate(tiny_target, head, SMALL)
+    small = dataclasses.replace(SMALL, prompts=1, tuning_prompts=1, trees=["chain:1"])
+    assert evaluate(tiny_target, head, small)["summary"]["chain"]["tree"] == "chain:2"
+
+
 def test_every_prompt_takes_turns(tiny_target, monkeypatch):
     seen = []
     real = harness.Bench.decode
 
-    def spy(self, request, depth, timer=None):
-        seen.append((request.id, depth))
-        return real(self, request, depth, timer)
+    def spy(self, request, way, timer=None):
+        seen.append((request.id, way))
+        return real(self, request, way, timer)
 
     monkeypatch.setattr(harness.Bench, "decode", spy)
-    report = evaluate(tiny_target, make_head(tiny_target), dataclasses.replace(SMALL, depths=[1]))
+    report = evaluate(tiny_target, make_head(tiny_target), dataclasses.replace(SMALL, trees=["chain:1"]))
     held_out = seen[-8:]
-    k = report["summary"]["setting"]["depth"]
-    assert [depth for _, depth in held_out] == [0, k, k, 0, 0, k, k, 0]
+    tree = report["summary"]["setting"]["tree"]
+    assert [way for _, way in held_out] == [PLAIN, tree, tree, PLAIN, PLAIN, tree, tree, PLAIN]
     assert [a for a, _ in held_out[::2]] == [b for b, _ in held_out[1::2]]
 
 
 def test_a_failed_check_prints_no_speedup(tiny_target, monkeypatch, tmp_path, capsys):
     real = harness.Bench.decode
 
-    def broken(self, request, depth, timer=None):
-        result = real(self, request, depth, timer)
-        if depth:
+    def broken(self, request, way, timer=None):
+        result = real(self, request, way, timer)
+        if way != PLAIN:
             result.tokens = [(result.tokens[0] + 1) % 300, *result.tokens[1:]]
         return result
 
@@ -114,9 +193,9 @@ def test_a_failed_check_prints_no_speedup(tiny_target, monkeypatch, tmp_path, ca
 
 
 def test_a_tie_passes_and_is_counted(tiny_target, monkeypatch):
-    bench = harness.Bench(tiny_target, make_head(tiny_target))
+    bench = harness.Bench(tiny_target, make_head(tiny_target), {})
     request = check_request(tiny_target)
-    plain = bench.decode(request, 0)
+    plain = bench.decode(request, PLAIN)
     other = dataclasses.replace(plain, tokens=[*plain.tokens[:3], (plain.tokens[3] + 1) % 300])
     failed = check.check_outputs(tiny_target, [plain], [other], 5)
     assert not failed.passed
@@ -128,15 +207,15 @@ def test_a_tie_passes_and_is_counted(tiny_target, monkeypatch):
 
 
 def test_an_answer_cut_short_is_no_tie(tiny_target, monkeypatch):
-    bench = harness.Bench(tiny_target, make_head(tiny_target))
-    plain = bench.decode(check_request(tiny_target), 0)
+    bench = harness.Bench(tiny_target, make_head(tiny_target), {})
+    plain = bench.decode(check_request(tiny_target), PLAIN)
     monkeypatch.setattr(check, "pass_noise", lambda *_: 1e9)
     short = dataclasses.replace(plain, tokens=plain.tokens[:-1])
     assert check.check_outputs(tiny_target, [plain], [short], 2).verdict.startswith("FAILED")
 
 
 def test_lossy_answers_are_not_compared(tiny_target):
-    plain = harness.Bench(tiny_target, make_head(tiny_target)).decode(check_request(tiny_target), 0)
+    plain = harness.Bench(tiny_target, make_head(tiny_target), {}).decode(check_request(tiny_target), PLAIN)
     found = check.check_outputs(tiny_target, [plain], [dataclasses.replace(plain, lossy=True)], 2)
     assert not found.passed
     assert found.verdict.startswith("lossy: typical acceptance")
@@ -149,9 +228,9 @@ def check_request(target):
 def test_a_speedup_beyond_the_ceiling_is_flagged(tiny_target, monkeypatch):
     real = harness.Bench.decode
 
-    def hasty(self, request, depth, timer=None):
-        result = real(self, request, depth, timer)
-        if depth and not timer:
+    def hasty(self, request, way, timer=None):
+        result = real(self, request, way, timer)
+        if way != PLAIN and not timer:
             result.seconds /= 100
         return result
 
@@ -167,9 +246,19 @@ def test_another_targets_head_is_refused(tiny_target):
         evaluate(tiny_target, head, SMALL)
 
 
-@pytest.mark.parametrize("values", [{"prompts": 0}, {"depths": []}, {"depths": [2, 1]}, {"depths": [0]}])
-def test_bad_settings_are_named(values):
-    with pytest.raises(DraftsmithError, match=r"eval\."):
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"prompts": 0}, "eval.prompts = 0"),
+        ({"trees": []}, "eval.trees is empty"),
+        ({"trees": ["chain:2", "chain:2"]}, "names chain:2 2 times"),
+        ({"trees": ["bush:2"]}, "eval.trees: the tree 'bush:2' can't be read; write chain:4.*own:32"),
+        ({"trees": ["chain:0"]}, "eval.trees: the tree 'chain:0' can't be read|depth 0 must be at least 1"),
+        ({"trees": ["own:many"]}, "eval.trees: the tree 'own:many' can't be read; write own:32"),
+    ],
+)
+def test_bad_settings_are_named(values, told):
+    with pytest.raises(DraftsmithError, match=told):
         EvalSettings(**values)
 
 
@@ -207,8 +296,8 @@ def test_page_is_whole_and_holds_every_figure(report, tmp_path):
     for _, value in summary_rows(report):
         assert value in shown
     s = report["summary"]
-    figures = [*s["acceptance_conditional_k4"], *s["acceptance_cumulative_k4"], 12.5, 321.0]
+    figures = [*s["chain"]["acceptance_conditional"], *s["chain"]["acceptance_cumulative"], 12.5, 321.0]
     figures += [row["predicted_tokens_per_s"] for row in report["tuning"]["table"]]
-    figures += [1000 * v for v in report["passes"]["target_seconds"].values()]
+    figures += [1000 * v for cost in report["passes"].values() for name, v in cost.items() if name != "rows"]
     for value in figures:
         assert figure(value) in shown

@@ -67,20 +67,29 @@ def test_expected_tau_is_the_chain_sum():
     assert metrics.expected_tau([0.5, 0.4, 0.9], 3) == pytest.approx(1.88)
 
 
-def test_depth_is_chosen_by_tokens_per_second():
+def test_acceptance_by_rank_adds_up_to_the_cumulative_one():
+    prompts = [log((2, 0, 1), (2, 2, 3)), log((2, 1, 2), (1, 1, 2))]
+    # accepted at depth 1: a first child twice, a third one once; at depth 2: a second child
+    found = metrics.acceptance_by_rank(prompts, [[[1], [0, 1]], [[1, 0, 1]]])
+    assert found == [[2 / 4, 0, 1 / 4], [0, 1 / 3, 0]]
+    assert [sum(row) for row in found] == metrics.acceptance(prompts).cumulative
+    assert metrics.acceptance_by_rank([log((0, 0, 1))], [[]]) == []
+
+
+def test_the_tree_is_chosen_by_tokens_per_second():
     costs = PassCosts()
-    costs.add(0, [0.040, 0.041, 0.090], [0.0], [0.001])  # one disturbed prompt doesn't move the median
-    costs.add(1, [0.040], [0.002], [0.001])
-    costs.add(2, [0.041], [0.004], [0.001])
-    costs.add(4, [0.043], [0.020], [0.001])
-    assert costs.target[1] == 0.041
-    assert costs.step(0) == pytest.approx(0.042)
-    assert costs.overhead(1) == pytest.approx(1 / 43)
+    costs.add("plain", 1, [0.040, 0.041, 0.090], [0.0], [0.001])  # one disturbed prompt doesn't move the median
+    costs.add("chain:1", 2, [0.040], [0.002], [0.001])
+    costs.add("chain:2", 3, [0.041], [0.004], [0.001])
+    costs.add("dynamic:2x2x4", 4, [0.043], [0.020], [0.001])
+    assert costs.ways["plain"].target == 0.041
+    assert costs.ways["plain"].step == pytest.approx(0.042)
+    assert costs.ways["chain:1"].overhead == pytest.approx(1 / 43)
     assert costs.ceiling(1.5) == pytest.approx(1.5 * 0.041 / 0.040)
-    predicted = predict(costs, [0.5, 0.4, 0.4, 0.4], [1, 2, 4])
-    assert predicted[1] == pytest.approx(1.5 / 0.043)
-    assert leaders(predicted) == [2, 1]
-    assert leaders({1: 5.0, 2: 5.0, 3: 4.0}) == [1, 2]
+    predicted = predict(costs, {"chain:1": 1.5, "chain:2": 1.7, "dynamic:2x2x4": 1.9})
+    assert predicted["chain:1"] == pytest.approx(1.5 / 0.043)
+    assert leaders(predicted) == ["chain:2", "chain:1"]
+    assert leaders({"b": 5.0, "a": 5.0, "c": 4.0}) == ["b", "a"]
 
 
 def test_ticks_and_figures_are_round():

@@ -16,14 +16,14 @@ from draftsmith.eval.decoder.loop import Result, StepLog
 from draftsmith.eval.harness import evaluate
 from draftsmith.eval.journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
 from draftsmith.eval.metrics import acceptance
-from draftsmith.eval.tune import PassCosts, Tuning
+from draftsmith.eval.tune import PLAIN, PassCosts, Tuning
 
 # one candidate: which of several K is fastest would depend on the clock
-ONE = dataclasses.replace(SMALL, depths=[2])
+ONE = dataclasses.replace(SMALL, trees=["chain:2"])
 PROMPTS = SMALL.prompts
 WARM = 2 * harness.WARM_UPS
 CHOICE = WARM + SMALL.timed_prompts * 2 + SMALL.timed_prompts * 2
-"""Answers decoded alone before the held-out ones: warm-ups, pass costs and leaders, plain and at K = 2."""
+"""Answers decoded alone before the held-out ones: warm-ups, pass costs and leaders, plainly and with the chain."""
 ENTRIES = 1 + 3 * PROMPTS
 DECODE, PUT = harness.Bench.decode, Journal.put
 
@@ -55,14 +55,14 @@ def bars(monkeypatch):
 
 
 def stop_after(monkeypatch, decodes):
-    """Let `decodes` answers be decoded alone (None: any number), then interrupt; returns the (id, depth) of each."""
+    """Let `decodes` answers be decoded alone (None: any number), then interrupt; returns the (id, way) of each."""
     calls = []
 
-    def decode(self, request, depth, timer=None):
+    def decode(self, request, way, timer=None):
         if len(calls) == decodes:
             raise KeyboardInterrupt
-        calls.append((request.id, depth))
-        return DECODE(self, request, depth, timer)
+        calls.append((request.id, way))
+        return DECODE(self, request, way, timer)
 
     monkeypatch.setattr(harness.Bench, "decode", decode)
     return calls
@@ -75,7 +75,7 @@ def greedy(report):
     summary = {key: value for key, value in report["summary"].items() if key not in clocked}
     raw = {
         kind: [{key: value for key, value in row.items() if key != "seconds"} for row in report["prompts"][kind]]
-        for kind in ("plain", "speculative", "depth_4", "generate")
+        for kind in ("plain", "speculative", "chain", "generate")
     }
     return summary, raw, report["prompts"]["sha256"], report["tuning"]["acceptance_conditional"], report["check"]
 
@@ -95,8 +95,9 @@ def test_an_interrupted_evaluation_decodes_only_what_is_missing(
 
     chosen, pairs = decodes >= CHOICE, max(decodes - CHOICE, 0) // 2
     before = WARM if chosen else CHOICE
-    turns = [depth for i in range(pairs, PROMPTS) for depth in ([0, 2] if i % 2 == 0 else [2, 0])]
-    assert [depth for _, depth in calls[before:]] == turns
+    both = [PLAIN, "chain:2"]
+    turns = [way for i in range(pairs, PROMPTS) for way in (both if i % 2 == 0 else reversed(both))]
+    assert [way for _, way in calls[before:]] == turns
     first, second = bars
     assert first.done < first.total
     assert second.done == second.total
@@ -128,9 +129,9 @@ def test_no_entry_is_measured_twice(tiny_target, head, whole, bars, tmp_path, mo
     assert bars[-1].done == bars[-1].total
 
 
-@pytest.mark.parametrize("depth", [2, harness.REPORT_DEPTH])
-def test_a_whole_journal_gives_the_very_report_without_decoding(tiny_target, head, tmp_path, monkeypatch, depth):
-    settings = dataclasses.replace(SMALL, depths=[depth])
+@pytest.mark.parametrize("tree", ["static:0,1,0.0", f"chain:{harness.REPORT_DEPTH}"])
+def test_a_whole_journal_gives_the_very_report_without_decoding(tiny_target, head, tmp_path, monkeypatch, tree):
+    settings = dataclasses.replace(SMALL, trees=[tree])
     first = evaluate(tiny_target, head, settings, Journal.open(tmp_path / "journal.jsonl"))
     for name in ("decode", "decode_all", "generate"):
         monkeypatch.setattr(harness.Bench, name, lambda *_: pytest.fail("decoded again"))
@@ -170,14 +171,14 @@ def test_without_a_file_everything_is_kept_in_memory():
 
 def test_tuning_comes_back_as_it_was():
     costs = PassCosts()
-    costs.add(0, [0.1, 0.3], [0.0, 0.0], [0.01, 0.02])
-    costs.add(3, [0.2, 0.4], [0.05, 0.07], [0.02, 0.03])
+    costs.add(PLAIN, 1, [0.1, 0.3], [0.0, 0.0], [0.01, 0.02])
+    costs.add("chain:3", 4, [0.2, 0.4], [0.05, 0.07], [0.02, 0.03])
     shares = acceptance([[StepLog(3, 2, 3), StepLog(3, 0, 1)], [StepLog(3, 3, 4)]])
-    row = {"depth": 3, "predicted_tokens_per_s": 1 / 3, "measured_tokens_per_s": None}
-    tuning = Tuning(3, costs, shares, [row], 2)
+    row = {"tree": "chain:3", "predicted_tokens_per_s": 1 / 3, "measured_tokens_per_s": None}
+    tuning = Tuning("chain:3", costs, {"chain:3": shares}, [row], 2)
     again = tuning_from_dict(json.loads(json.dumps(tuning_to_dict(tuning))))
     assert again == tuning
-    assert again.costs.step(3) == costs.step(3)
+    assert again.costs.ways["chain:3"].step == costs.ways["chain:3"].step
 
 
 def test_a_result_comes_back_without_its_states():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +24,87 @@ def source() -> Path:
         pytest.skip(f"the default target can't be fetched: {error}")
 
 
+_TRAIN = {
+    "steps": 100, "token_budget": 4096, "lr_matrix": 0.02, "lr_other": 0.002, "weight_decay": 0.0, "warmup": 5,
+    "dtype": "float32", "validate_every": 100, "save_every": 100,
+}  # fmt: skip
+# By head: what of its YAML differs here, beside `_TRAIN` and as many steps as are drafted.
+GATES: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3.1": {},
+    "eagle1": {"head": {"options": {"noise": 0.0, "token_weight": 1.0}}, "train": {"lr_matrix": 0.008}},
+    "hass": {"head": {"options": {"noise": 0.0}}, "train": {"lr_matrix": 0.008}},
+    "medusa1": {},
+    "hydra": {},
+    "medusa2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def target(source: Path) -> Any:
+    from draftsmith.heads.target import Target
+
+    return Target.load(str(source), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def features(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from draftsmith.heads.base import Needs
+    from draftsmith.heads.config import default_layer_ids
+
+    folder = tmp_path_factory.mktemp("gate") / "features"
+    write_store(target, Needs(tuple(default_layer_ids(target.n_layers)), last=True), folder)
+    return folder
+
+
 @pytest.mark.gate
-def test_the_default_target_is_learned_by_heart(source: Path, tmp_path: Path) -> None:
-    """Mean accepted drafts / K >= 0.9 at chain K = 4, greedy, fp32, on the 16 answers that were trained on."""
+@pytest.mark.parametrize("name", GATES)
+def test_the_default_target_is_learned_by_heart(
+    name: str, source: Path, target: Any, features: Path, tmp_path: Path
+) -> None:
+    """Greedy, fp32, on the 16 answers that were trained on, with a chain of K = 4.
+
+    Mean accepted drafts / K >= 0.9; of heads that don't draft from their own drafts the first draft's acceptance.
+    """
     from draftsmith.data_recipes.store import FeatureStore
     from draftsmith.eval.decoder.drafters import make_drafter
     from draftsmith.eval.decoder.loop import Request, decode
     from draftsmith.eval.decoder.search import Chain
-    from draftsmith.heads.base import Needs
-    from draftsmith.heads.config import default_layer_ids
-    from draftsmith.heads.registry import head_family
+    from draftsmith.heads.adapter import FOLDER
+    from draftsmith.heads.checkpoint import load_head
     from draftsmith.heads.target import Target
-    from draftsmith.train.fit import fit
     from draftsmith.train.settings import load_head_recipe
-    from draftsmith.train.stage import prepare_head
+    from draftsmith.train.stage import train_stage
 
-    target = Target.load(str(source), dtype=torch.float32)
-    needs = Needs(tuple(default_layer_ids(target.n_layers)), last=True)
-    write_store(target, needs, tmp_path / "features")
+    own = GATES[name]
     recipe = load_head_recipe(
-        "eagle3",
+        name,
         {
-            "head": {"steps": DEPTH, "draft_vocab_size": 2048},
-            "train": {
-                "steps": 100, "token_budget": 4096, "lr_matrix": 0.02, "lr_other": 0.002, "weight_decay": 0.0,
-                "warmup": 5, "dtype": "float32", "validate_every": 100, "save_every": 100,
-            },
+            "head": {"steps": DEPTH, "draft_vocab_size": 2048, **own.get("head", {})},
+            "train": {**_TRAIN, **own.get("train", {})},
         },
-    )  # fmt: skip
-    config, vocab, _, _ = prepare_head(recipe, str(source), None, tmp_path / "features")
-    head = head_family(config.family).head(config, vocab)
-    parts = target.parts()
-    head.initialise(parts, torch.Generator().manual_seed(0))
-    store = FeatureStore.open(tmp_path / "features", fingerprint=target.fingerprint, layer_ids=list(needs.layer_ids))
-    fit(recipe.train, store, parts, head, tmp_path / "run", wandb=False)
-
+    )
+    started = time.monotonic()
+    place: dict[str, Any] = {"location": str(source), "revision": None, "features": features}
+    done = train_stage(recipe, folder=tmp_path / "train", wandb=False, **place)
+    seconds = time.monotonic() - started
+    head = load_head(Path(done["checkpoint"]))
+    adapter = Path(done["checkpoint"]) / FOLDER
+    if adapter.exists():  # what the tuned target answers is drafted
+        target = Target.load(str(source), dtype=torch.float32, adapter=adapter)
+    store = FeatureStore.open(features)
     documents = [store.document(i) for i in range(len(store)) if store.split(i) == "train"]
     assert len(documents) == SAMPLES
     requests = [Request(d.id, d.tokens[~d.answer].tolist(), max(int(d.answer.sum()) - DEPTH, 1)) for d in documents]
-    drafter = make_drafter(head, target.embed, Chain(DEPTH))
+    drafter = make_drafter(head, target.parts(), Chain(DEPTH))
     results = list(decode(target, drafter, requests, slots=4, capacity=1024))
     steps = [s for r in results for s in r.steps]
     share = sum(s.accepted for s in steps) / (DEPTH * len(steps))
-    assert share >= 0.9, f"mean accepted / K = {share:.3f}"
+    first = sum(s.accepted > 0 for s in steps) / len(steps)
+    print(f"{name}: accepted / K {share:.3f}, first draft {first:.3f}, trained in {seconds:.0f} s")
+    assert seconds < 300, f"trained for {seconds:.0f} s; five minutes are allowed"
+    goal = share if head.most_depth is None else first
+    assert goal >= 0.9, f"accepted / K = {share:.3f}, first draft {first:.3f}"
 
 
 def write_store(target: Any, needs: Any, folder: Path) -> None:

@@ -63,7 +63,7 @@ def eagle3(target: Any, tmp_path: Path) -> Any:
     from draftsmith.eval.decoder.drafters import make_drafter
     from draftsmith.eval.decoder.search import Dynamic
 
-    return make_drafter(untrained_head(target), target.embed, Dynamic(4, 3, 10))
+    return make_drafter(untrained_head(target), target.parts(), Dynamic(4, 3, 10))
 
 
 def draft_model(target: Any, tmp_path: Path) -> Any:
@@ -92,7 +92,7 @@ def union(target: Any, tmp_path: Path) -> Any:
     from draftsmith.eval.decoder.drafters.union import UnionDrafter
     from draftsmith.eval.decoder.search import Chain
 
-    return UnionDrafter(make_drafter(untrained_head(target), target.embed, Chain(3)), PromptLookupDrafter(tokens=5))
+    return UnionDrafter(make_drafter(untrained_head(target), target.parts(), Chain(3)), PromptLookupDrafter(tokens=5))
 
 
 @pytest.mark.parametrize("build", [eagle3, draft_model, prompt_lookup, lookahead, union])

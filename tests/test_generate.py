@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ from typer.testing import CliRunner
 from draftsmith import cli
 from draftsmith.data_recipes.chat import render_prompt
 from draftsmith.errors import DraftsmithError
+from draftsmith.eval import schemes
+from draftsmith.eval.decoder.search import Chain, Dynamic, Shape
 from draftsmith.eval.generate import TextStream
 from draftsmith.eval.schemes import SCHEMES
-from draftsmith.heads.checkpoint import save_head
+from draftsmith.files import sha256_file, write_json
+from draftsmith.heads.checkpoint import WEIGHTS, save_head
 from draftsmith.heads.resolve import resolve_target
 
 PROMPT = "write a short story about a ship that sails to the north"
@@ -38,6 +42,14 @@ def runs(tiny_target: Any, tiny_folder: Path, tmp_path_factory: pytest.TempPathF
         best = folder / resolve_target(str(tiny_folder)).name / name / "train" / "checkpoints" / "best"
         best.mkdir(parents=True)
         save_head(head, best)
+    home = folder / resolve_target(str(tiny_folder)).name
+    shutil.copytree(home / "eagle3", home / "eagle1")
+    (home / "eagle2").mkdir()
+    weights = sha256_file(home / "eagle1" / "train" / "checkpoints" / "best" / WEIGHTS)
+    report = {"summary": {"setting": {"tree": "dynamic:2x2x4"}}, "head_sha256": weights}
+    write_json(home / "eagle2" / "report.json", report)
+    shutil.copytree(home / "eagle3", home / "eagle3@old")
+    write_json(home / "eagle3@old" / "report.json", {**report, "head_sha256": "0" * 64})
     return folder
 
 
@@ -112,6 +124,22 @@ def test_every_scheme_gives_the_plain_answer(
         assert answer["tau"] == 1
 
 
+def test_a_head_takes_the_weights_and_the_tree_that_it_is_decoded_with(
+    generate: Any, greedy: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[Shape] = []
+    real = schemes.make_drafter
+    monkeypatch.setattr(
+        schemes, "make_drafter", lambda head, parts, shape: shapes.append(shape) or real(head, parts, shape)
+    )
+    for name in ("eagle2", "eagle1"):
+        assert json.loads(generate(PROMPT, "--head", name, "--json")[0])["tokens"] == greedy
+    generate(PROMPT, "--head", "eagle2", "--tree", "chain:1", "--json")
+    told = generate(PROMPT, "--run", "old", "--json")[1]
+    assert "eagle3@old has a report on other weights than these, whose tree is not taken" in told
+    assert shapes == [Dynamic(2, 2, 4), Chain(4), Chain(1), Chain(4)]
+
+
 def test_sampled_answers_follow_the_seed_not_the_scheme(generate: Any) -> None:
     sampled = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01",
                "--repetition-penalty", "1.1", "--json", PROMPT)  # fmt: skip
@@ -164,9 +192,12 @@ def _is_one(tokenizer: Any, token: int) -> bool:
         (["--drafter", "prompt-lookup", "--with-prompt-lookup"], "--with-prompt-lookup goes with --drafter lookahead"),
         (["--drafter", "lookahead", "--run", "best"], "--head and --run name a trained head"),
         (["--drafter", "draft-model"], "--drafter draft-model needs --draft-model"),
+        (["--tree", "own:4"], "no tree was measured for this head"),
+        (["--drafter", "draft-model", "--draft-model", "x/y", "--tree", "own:4"], "it goes with a head"),
         (["--tree", "bush:3"], "'bush:3' can't be read; write chain:4"),
+        (["--tree", "bush:3"], "; own:32 (nodes of the tree that was measured for the head)"),
         (["--run", "none"], "train one with 'draftsmith run'"),
-        (["--run", "none"], "there are: eagle3, eagle3@strange"),
+        (["--run", "none"], "there are: eagle1, eagle2, eagle3, eagle3@old, eagle3@strange"),
         (["--run", "strange"], "trained for another target"),
         (["--drafter", "plain", "--top-p", "0.5"], "give --temperature, too"),
         (["--drafter", "lookahead", "--typical"], "--typical changes nothing at temperature 0"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import DEFAULT, FAMILIES, LLAMA3, common_config
 from head_checks import check_layer_states, check_vocab_maps
-from reference_eagle3 import frequencies
+from reference import frequencies
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.config import default_layer_ids, load_config

@@ -7,7 +7,7 @@ from typing import Any
 import head_checks as checks
 import pytest
 import torch
-from families import CASES, FAMILIES, Case, make_case, make_document, make_documents, pack
+from families import CASES, FAMILIES, Case, first_case, first_variant, make_case, make_document, make_documents, pack
 
 from draftsmith.heads.registry import family_names
 
@@ -48,25 +48,30 @@ def test_training_rows_equal_cached_draft_steps(family: str, variant: str) -> No
 
 
 @every_family
+def test_chain_drafts_are_the_oracles(tiny_target: Any, family: str) -> None:
+    checks.check_chain_drafts(tiny_target, family, [2, 7, 12], 9)
+
+
+@every_family
 def test_no_row_sees_what_decoding_would_not(family: str) -> None:
-    checks.check_no_leak(first(family))
+    checks.check_no_leak(first_case(family))
 
 
 @every_family
 def test_packed_documents_are_apart(family: str) -> None:
-    checks.check_packed_apart(first(family))
+    checks.check_packed_apart(first_case(family))
 
 
 @every_family
 def test_vocabulary_maps(family: str) -> None:
-    case = first(family)
+    case = first_case(family)
     checks.check_vocab_maps(case.head.vocab)
     checks.check_head_guesses_target_ids(case)
 
 
 @every_family
 def test_rows_outside_the_draft_vocabulary_count_as_misses_only(family: str) -> None:
-    case = first(family)
+    case = first_case(family)
     outside = next(t for t in range(case.config.vocab_size) if t not in case.ids)
     doc = make_document(case, [False, False, *[True] * 6], 3)
     doc.tokens = [case.ids[0]] * len(doc.tokens)
@@ -84,7 +89,7 @@ def test_rows_outside_the_draft_vocabulary_count_as_misses_only(family: str) -> 
 
 @every_family
 def test_a_batch_without_supervised_rows(family: str) -> None:
-    case = first(family)
+    case = first_case(family)
     batch = pack([make_document(case, [False] * 6), make_document(case, [False, True])])
     stats = case.head(batch, case.parts)
     assert all(int(s.rows) == int(s.den) == int(s.kept) == 0 and float(s.num.detach()) == 0.0 for s in stats)
@@ -118,7 +123,7 @@ def test_single_precision_stays_near_double(family: str, variant: str) -> None:
 @torch.no_grad()
 def test_low_precision_keeps_rope_angles(family: str) -> None:
     """A head in bf16 at a far position drafts what the same weights do in fp32, as at a near one."""
-    case = first(family)
+    case = first_case(family)
     rounded = {n: w.bfloat16().double() for n, w in case.head.state_dict().items()}
     case.head.load_state_dict(rounded)
     doc = make_document(case, [True] * 8, 11)
@@ -135,21 +140,15 @@ def test_low_precision_keeps_rope_angles(family: str) -> None:
 
 
 def drafts_from(head: Any, case: Case, doc: Any, start: int, dtype: torch.dtype) -> torch.Tensor:
-    embed = case.parts.embed.to(dtype)
-    tokens = torch.tensor(doc.tokens)
+    embed, tokens = case.parts.embed.to(dtype), torch.tensor(doc.tokens)
+    parts = case.parts.to("cpu", dtype)
+    head.attach(parts)
     cache = head.new_cache(1, 16, torch.device("cpu"), dtype)
     at = start + torch.arange(4)[None]
-    out = head.forward_step(cache, embed[tokens[None, 1:5]], doc.features[None, :4].to(dtype), at, torch.tensor([4]))
+    inputs = head.inputs(doc.features[None, :4].to(dtype), doc.last[None, :4].to(dtype), parts)
+    out = head.forward_step(cache, embed[tokens[None, 1:5]], inputs, at, torch.tensor([4]))
     logits = [out[0].double()]
     for s in (1, 2):
-        out = head.forward_step(cache, embed[tokens[None, 4 + s : 5 + s]], out[1], at[:, -1:] + s, None)
+        out = head.forward_step(cache, embed[tokens[None, 4 + s : 5 + s]], out[1], at[:, -1:] + s, None, step=s)
         logits.append(out[0].double())
     return torch.stack(logits)
-
-
-def first_variant(family: str) -> str:
-    return next(iter(FAMILIES[family].variants))
-
-
-def first(family: str) -> Case:
-    return make_case(family, first_variant(family))

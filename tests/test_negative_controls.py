@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import decoder_checks
 import head_checks
+import mistakes
 import pytest
-import reference_eagle3
 import torch
 from decoder_models import save_model
-from families import make_case
+from families import FAMILIES, first_case
+from mistakes import Mistake, Patch
 
 from draftsmith.eval.decoder.cache import StepContext, TreeCache
-from draftsmith.eval.decoder.drafters.eagle3 import Eagle3Drafter
-from draftsmith.eval.decoder.search import Chain
+from draftsmith.eval.decoder.drafters import network
+from draftsmith.eval.decoder.drafters.network import HeadDrafter
 from draftsmith.eval.decoder.types import TokenTree, Verdict
-from draftsmith.heads import alignment, eagle3, target
-from draftsmith.heads.base import DraftHead, TargetParts
-from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads import target
 from draftsmith.heads.target import Target
 from draftsmith.heads.vocab import DraftVocab
-
-Patch = pytest.MonkeyPatch
-Mistake = Callable[[Patch], None]
 
 
 def must_fail(check: Callable[[], Any], mistake: Mistake) -> None:
@@ -40,186 +37,64 @@ def must_fail(check: Callable[[], Any], mistake: Mistake) -> None:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def losses() -> None:
-    head_checks.check_losses_equal_reference(make_case("eagle3", "gqa"))
-
-
-def gradients() -> None:
-    head_checks.check_gradients_equal_reference(make_case("eagle3", "gqa"))
-
-
-def train_decode() -> None:
-    head_checks.check_train_equals_decode(make_case("eagle3", "gqa"))
-
-
-def no_leak() -> None:
-    head_checks.check_no_leak(make_case("eagle3", "gqa"))
-
-
-def apart() -> None:
-    head_checks.check_packed_apart(make_case("eagle3", "gqa"))
-
-
-def shifted_labels(patch: Patch) -> None:
-    patch.setattr(alignment, "label_index", lambda rows, step: rows + 1 + step)
-
-
-def shifted_inputs(patch: Patch) -> None:
-    patch.setattr(alignment, "input_index", lambda rows, step: rows + step)
-
-
-def shifted_teacher(patch: Patch) -> None:
-    patch.setattr(alignment, "teacher_index", lambda rows, step: rows + 2 + step)
-
-
-def unshifted_mask(patch: Patch) -> None:
-    """What EAGLE-3's trainer does: the mask of row j + s alone."""
-
-    def supervised(answer: torch.Tensor, documents: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        return [alignment.shift_left(answer, s, False) & (documents >= 0) for s in range(steps)]
-
-    patch.setattr(alignment, "supervised", supervised)
-
-
-def one_shift_mask(patch: Patch) -> None:
-    """The mask of the label alone: trains drafts of first answer tokens, which serving never asks for."""
-
-    def supervised(answer: torch.Tensor, documents: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        return [alignment._follows(answer, documents, 2 + s) for s in range(steps)]
-
-    patch.setattr(alignment, "supervised", supervised)
-
-
-def rope_in_training(patch: Patch) -> None:
-    """Positions j + 2s: the step counted twice."""
-    unroll, qkv = Eagle3Head._unroll, Eagle3Head._qkv
-    calls = [0]
-
-    def counted(self: Any, *args: Any) -> Any:
-        calls[0] = 0
-        return unroll(self, *args)
-
-    def late(self: Any, embeds: Any, hidden: Any, positions: Any) -> Any:
-        calls[0] += 1
-        return qkv(self, embeds, hidden, positions + calls[0] - 1)
-
-    patch.setattr(Eagle3Head, "_unroll", counted)
-    patch.setattr(Eagle3Head, "_qkv", late)
-
-
-def rope_in_drafting(patch: Patch) -> None:
-    step = Eagle3Head.forward_step
-
-    def late(self: Any, cache: Any, embeds: Any, hidden: Any, positions: Any, valid: Any, *seen: Any) -> Any:
-        return step(self, cache, embeds, hidden, positions + (valid is None), valid, *seen)
-
-    patch.setattr(Eagle3Head, "forward_step", late)
-
-
-def swapped_norms(patch: Patch) -> None:
-    qkv = Eagle3Head._qkv
-
-    def swapped(self: Any, *args: Any) -> Any:
-        a, b = self.input_layernorm, self.hidden_norm
-        self._parameters.update(input_layernorm=b, hidden_norm=a)
-        try:
-            return qkv(self, *args)
-        finally:
-            self._parameters.update(input_layernorm=a, hidden_norm=b)
-
-    patch.setattr(Eagle3Head, "_qkv", swapped)
-
-
-def lost_final_norm(patch: Patch) -> None:
-    patch.setattr(TargetParts, "normed", lambda self, last: last)
-
-
-def lost_diagonal(patch: Patch) -> None:
-    """Rows don't see their own keys of later steps."""
-    attend = eagle3.attend
-    patch.setattr(eagle3, "attend", lambda q, k, v, own_k, own_v, layout: attend(q, k, v, [], [], layout))
-
-
-def detached_steps(patch: Patch) -> None:
-    """Gradients stop between unrolled steps."""
-    finish = Eagle3Head._finish
-    patch.setattr(Eagle3Head, "_finish", lambda self, hidden, x: finish(self, hidden.detach(), x))
-
-
-def later_keys(patch: Patch) -> None:
-    layout = eagle3.lay_out
-
-    def open_mask(batch: Any, rows: Any) -> Any:
-        made = layout(batch, rows)
-        made.bias.zero_()
-        return made
-
-    patch.setattr(eagle3, "lay_out", open_mask)
-
-
-def one_document(patch: Patch) -> None:
-    """The pack is attended as if it were a single text."""
-    layout = eagle3.lay_out
-
-    def joined(batch: Any, rows: Any) -> Any:
-        n = len(batch.tokens)
-        merged = vars(batch) | {"documents": torch.zeros(n, dtype=torch.int64), "positions": torch.arange(n)}
-        return layout(type(batch)(**merged), rows)
-
-    patch.setattr(eagle3, "lay_out", joined)
-
-
-def misses_left_out(patch: Patch) -> None:
-    """Rows outside the draft vocabulary vanish from the denominator of acceptance."""
-    rows = DraftHead.supervised_rows
-
-    def fewer(self: Any, batch: Any) -> list[torch.Tensor]:
-        known = self.draft_ids[batch.tokens] >= 0
-        return [r & alignment.shift_left(known, 2 + s, False) for s, r in enumerate(rows(self, batch))]
-
-    patch.setattr(Eagle3Head, "supervised_rows", fewer)
-
-
 @pytest.mark.parametrize(
     ("mistake", "check"),
     [
-        (shifted_labels, head_checks.check_arange_alignment),
-        (shifted_labels, losses),
-        (shifted_inputs, head_checks.check_arange_alignment),
-        (shifted_inputs, losses),
-        (shifted_inputs, train_decode),
-        (shifted_teacher, head_checks.check_arange_alignment),
-        (shifted_teacher, losses),
-        (shifted_teacher, no_leak),
-        (unshifted_mask, head_checks.check_supervised_example),
-        (unshifted_mask, head_checks.check_supervised_brute_force),
-        (one_shift_mask, head_checks.check_supervised_example),
-        (one_shift_mask, losses),
-        (rope_in_training, losses),
-        (rope_in_training, train_decode),
-        (rope_in_drafting, train_decode),
-        (swapped_norms, losses),
-        (swapped_norms, gradients),
-        (swapped_norms, train_decode),
-        (lost_final_norm, losses),
-        (lost_final_norm, gradients),
-        (lost_diagonal, losses),
-        (lost_diagonal, train_decode),
-        (detached_steps, gradients),
-        (later_keys, no_leak),
-        (one_document, apart),
-        (misses_left_out, losses),
+        (mistakes.shifted_labels, head_checks.check_arange_alignment),
+        (mistakes.shifted_inputs, head_checks.check_arange_alignment),
+        (mistakes.shifted_teacher, head_checks.check_arange_alignment),
+        (mistakes.unshifted_mask, head_checks.check_supervised_example),
+        (mistakes.unshifted_mask, head_checks.check_supervised_brute_force),
+        (mistakes.one_shift_mask, head_checks.check_supervised_example),
     ],
 )
-def test_a_mistake_in_the_head_is_caught(mistake: Mistake, check: Callable[[], None]) -> None:
+def test_a_mistake_in_the_alignment_is_caught(mistake: Mistake, check: Callable[[], None]) -> None:
     must_fail(check, mistake)
+
+
+CHECKS: dict[str, Callable[[Any, str], None]] = {
+    "losses": lambda _, family: head_checks.check_losses_equal_reference(first_case(family)),
+    "gradients": lambda _, family: head_checks.check_gradients_equal_reference(first_case(family)),
+    "train_decode": lambda _, family: head_checks.check_train_equals_decode(first_case(family)),
+    "no_leak": lambda _, family: head_checks.check_no_leak(first_case(family)),
+    "apart": lambda _, family: head_checks.check_packed_apart(first_case(family)),
+    "drafts": lambda target, family: head_checks.check_chain_drafts(target, family, [2, 7, 12], 6),
+}
+"""Checks of a family by the names that its `mistakes` in families.py use."""
+
+CONTROLS = [
+    (family, mistake, name)
+    for family, tests in FAMILIES.items()
+    for mistake, names in tests.mistakes.items()
+    for name in names
+]
+
+
+@functools.cache
+def run_unpatched(target: Any, family: str, name: str) -> None:
+    CHECKS[name](target, family)
+
+
+@pytest.mark.parametrize(("family", "mistake", "name"), CONTROLS)
+def test_a_mistake_in_a_head_is_caught(tiny_target: Any, family: str, mistake: Mistake, name: str) -> None:
+    run_unpatched(tiny_target, family, name)
+    with Patch.context() as patch:
+        mistake(patch)
+        with pytest.raises(AssertionError):
+            CHECKS[name](tiny_target, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_shows_that_its_checks_can_fail(family: str) -> None:
+    shown = {name for names in FAMILIES[family].mistakes.values() for name in names}
+    assert shown >= {"losses", "train_decode", "drafts"}, "add mistakes that these checks must catch to families.py"
 
 
 def test_an_absolute_d2t_is_caught() -> None:
     def mistake(patch: Patch) -> None:
         patch.setattr(DraftVocab, "d2t", lambda self: self.target_ids)
 
-    vocab = make_case("eagle3", "gqa").head.vocab
+    vocab = first_case("eagle3").head.vocab
     must_fail(lambda: head_checks.check_vocab_maps(vocab), mistake)
 
 
@@ -259,7 +134,7 @@ def test_a_last_state_after_the_norm_is_caught(tiny_target: Any) -> None:
 
 
 def test_a_teacher_without_the_final_norm_is_caught(tiny_target: Any) -> None:
-    must_fail(lambda: head_checks.check_layer_states(tiny_target, (2, 3, 5)), lost_final_norm)
+    must_fail(lambda: head_checks.check_layer_states(tiny_target, (2, 3, 5)), mistakes.lost_final_norm)
 
 
 # --- decoder ----------------------------------------------------------------------------------------------------------
@@ -269,11 +144,6 @@ def test_a_teacher_without_the_final_norm_is_caught(tiny_target: Any) -> None:
 def truth(tiny_target: Any) -> decoder_checks.Truth:
     prompts = decoder_checks.random_prompts(tiny_target, [5, 12, 9])
     return decoder_checks.make_truth(tiny_target, prompts, 24)
-
-
-@pytest.fixture(scope="module")
-def head(tiny_target: Any) -> Any:
-    return decoder_checks.random_head(tiny_target)
 
 
 def visible_siblings(patch: Patch) -> None:
@@ -325,48 +195,47 @@ def test_a_lost_window_is_caught(tmp_path: Any) -> None:
 
 
 def lost_bonus(patch: Patch) -> None:
-    commit = Eagle3Drafter.commit
+    commit = HeadDrafter.commit
 
     def forgetful(self: Any, tree: TokenTree, verdict: Verdict, *rest: Any) -> None:
         commit(self, tree, dataclasses.replace(verdict, bonus=tree.tokens[:, 0]), *rest)
 
-    patch.setattr(Eagle3Drafter, "commit", forgetful)
+    patch.setattr(HeadDrafter, "commit", forgetful)
 
 
 def kept_drafts(patch: Patch) -> None:
     """The head's rows of drafted tokens stay in its cache as if their features were the target's."""
-    propose = Eagle3Drafter.propose
+    propose = HeadDrafter.propose
 
     def keeping(self: Any, roots: torch.Tensor, draws: Any) -> TokenTree:
         tree = propose(self, roots, draws)
         self.cache.keys[: len(roots), :, 2] += 0.1
         return tree
 
-    patch.setattr(Eagle3Drafter, "propose", keeping)
+    patch.setattr(HeadDrafter, "propose", keeping)
 
 
-@pytest.mark.parametrize("mistake", [lost_bonus, kept_drafts])
+def features_in_the_trees_order(patch: Patch) -> None:
+    """Accepted rows read the features of the first nodes instead of those of the accepted path."""
+    patch.setattr(network, "_accepted", lambda states, tree, verdict: states[:, : verdict.path.shape[1]])
+
+
+OF_THE_HEADS_CACHE: list[tuple[str, Mistake]] = [
+    ("eagle3", lost_bonus),
+    ("eagle3", kept_drafts),
+    *((family, features_in_the_trees_order) for family in FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "mistake"), OF_THE_HEADS_CACHE)
 def test_a_mistake_with_the_heads_cache_is_caught(
-    tiny_target: Any, truth: decoder_checks.Truth, head: Any, mistake: Mistake
+    tiny_target: Any, truth: decoder_checks.Truth, family: str, mistake: Mistake
 ) -> None:
+    head, parts = decoder_checks.random_head(tiny_target, family=family), decoder_checks.pieces(tiny_target)
+    kind = decoder_checks.of_family(decoder_checks.PartlyRight, family)
+
     def check() -> None:
-        drafter = decoder_checks.ScriptedEagle3(head, tiny_target.embed, Chain(3)).script(truth, 0.7)
+        drafter = kind(head, parts, decoder_checks.SHAPES["static"]).script(truth, 0.7)
         decoder_checks.check_cache_truth(tiny_target, drafter, truth, 2, lambda _: 8, head)
 
     must_fail(check, mistake)
-
-
-def absolute_ids(patch: Patch) -> None:
-    """d2t is read as offsets although it holds ids: column i stands for id i + ids[i]."""
-    start = Eagle3Drafter.__init__
-
-    def added(self: Any, head: Any, embed: Any, shape: Any) -> None:
-        start(self, head, embed, shape)
-        self.columns = (self.columns + torch.arange(len(self.columns))) % len(embed)
-
-    patch.setattr(Eagle3Drafter, "__init__", added)
-
-
-@pytest.mark.parametrize("mistake", [rope_in_drafting, swapped_norms, absolute_ids])
-def test_a_mistake_in_drafting_is_caught(tiny_target: Any, head: Any, mistake: Mistake) -> None:
-    must_fail(lambda: decoder_checks.check_chain_drafts(tiny_target, head, reference_eagle3, [2, 7, 12], 6), mistake)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import cli, pipeline
+from draftsmith import cli, pipeline, stages
 from draftsmith.data_recipes.regenerate import answer_seconds
 from draftsmith.errors import DraftsmithError
 from draftsmith.files import sha256_file
@@ -90,7 +90,7 @@ def test_one_command_ends_with_a_report(first):
 def test_the_second_run_finds_everything_done(first, monkeypatch, capsys):
     config, result = first
     monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
-    monkeypatch.setattr(pipeline, "prepare", lambda *_: pytest.fail("a stage was asked"))
+    monkeypatch.setattr(stages, "prepare", lambda *_: pytest.fail("a stage was asked"))
     started = time.monotonic()
     again = pipeline.run_all(config)
     assert time.monotonic() - started < 5
@@ -106,10 +106,10 @@ def test_a_finished_run_is_recognised_without_loading_torch(first):
         "import sys\n"
         "for name in ('torch', 'transformers', 'deepspeed', 'numpy'): sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "from draftsmith import pipeline, run_config\n"
+        "from draftsmith import pipeline, run_config, stages\n"
         "from draftsmith.heads.resolve import TargetSource\n"
         f"source = TargetSource(**{dataclasses.asdict(source)!r})\n"
-        "pipeline.resolve_target = run_config.resolve_target = lambda *_, **__: source\n"
+        "stages.resolve_target = run_config.resolve_target = lambda *_, **__: source\n"
         f"flags = {{'model': {config.model!r}, 'data': {str(config.data)!r}, 'runs': {str(config.runs)!r}}}\n"
         f"config = run_config.resolve('run', {{**flags, 'minutes': 1.0}}, None, {SMALL!r})\n"
         "pipeline.run_all(config)\n"
@@ -190,6 +190,63 @@ def kill_when(config, sign):
     process.communicate()
 
 
+def test_another_way_to_decode_trains_the_head_that_it_names(first, tiny_folder, prompts, monkeypatch):
+    config, _ = first
+    more = ("head=eagle2", "eval.trees=[dynamic:2x2x4]", "train.steps=4")
+    two = configuration(tiny_folder, prompts, config.runs, *more)
+    result = pipeline.run_all(two)
+    home = Path(result["report"]).parents[1]
+    assert Path(result["report"]).parent.name == "eagle2"
+    assert not (home / "eagle2" / "train").exists()
+    assert result["head"]["family"] == "eagle1"
+    assert (result["summary"]["setting"]["tree"], result["summary"]["output_check"]) == ("dynamic:2x2x4", "identical")
+    assert pipeline.finished(pipeline.Run(two))
+
+    monkeypatch.setattr(stages, "_train_here", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(stages, "prepare", lambda *_: pytest.fail("a data stage was asked"))
+    run = pipeline.Run(two)
+    other_trees = configuration(tiny_folder, prompts, config.runs, *more[:1], "eval.trees=[chain:1]", more[2])
+    assert pipeline.run_all(other_trees)["summary"]["setting"]["tree"] == "chain:1"
+    one = configuration(tiny_folder, prompts, config.runs, "head=eagle1", "train.steps=4", command="train")
+    assert pipeline.Run(one).training == run.training
+    assert not stages.has_weights(pipeline.Run(one))  # it trains itself
+
+    def limited(minutes):
+        train = two.train.model_copy(update={"minutes": minutes})
+        return pipeline.Run(two.model_copy(update={"train": train}))
+
+    assert stages.has_weights(limited(round(plan_minutes(two.minutes).train, 3)))  # whatever the budget says
+    epochs = run.training / "plan.json"
+    planned = json.loads(epochs.read_text())
+    by_epochs = {**planned, "train": {**planned["train"], "steps": None, "epochs": 3}}
+    epochs.write_text(json.dumps(by_epochs))
+    assert stages.has_weights(limited(round(plan_minutes(two.minutes).train, 3)))  # however long it was trained
+    epochs.write_text(json.dumps(planned))
+
+    before = sorted(home.rglob("*"))
+    with pytest.raises(DraftsmithError, match=r"train\.minutes = None, not 0\.25: give RUN=NAME"):
+        pipeline.run_all(limited(0.25).config)
+    others = [(text, configuration(tiny_folder, prompts, config.runs, *more, f"{text}=1")) for text in
+              ("head.steps", "head.options.noise")]  # fmt: skip
+    for text, other in others:
+        with pytest.raises(DraftsmithError, match=rf"those in .*eagle1.train were trained with {text} = .*, not 1"):
+            pipeline.COMMANDS["train"](other)
+    (run.training / "manifest.json").rename(run.training / "manifest.gone")  # half trained
+    with pytest.raises(DraftsmithError, match=r"head\.steps = 2, not 1"):
+        pipeline.COMMANDS["train"](others[0][1])
+    assert not stages.has_weights(run)
+    (run.training / "manifest.gone").rename(run.training / "manifest.json")
+    assert sorted(home.rglob("*")) == before
+
+
+def test_trees_that_can_not_be_read_are_refused_before_any_work(tiny_folder, prompts, tmp_path):
+    for command in ("run", "eval"):
+        config = configuration(tiny_folder, prompts, tmp_path / "runs", "eval.trees=[bush:1]", command=command)
+        with pytest.raises(DraftsmithError, match="'bush:1' can't be read"):
+            pipeline.COMMANDS[command](config)
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
 def test_two_processes_train_through_torchrun(first, tiny_folder, prompts):
     config, _ = first
     two = configuration(tiny_folder, prompts, config.runs, "gpus=2", "run=two", "train.steps=4", command="train")
@@ -219,6 +276,10 @@ def test_the_key_follows_data_and_code(first, monkeypatch):
     assert pipeline.run_key(pipeline.Run(config.model_copy(update={"gpus": 1}))) == key
     run.source = dataclasses.replace(run.source, revision="other")
     assert pipeline.run_key(run) != key
+    read = []
+    monkeypatch.setattr(pipeline, "sha256_file", lambda path: read.append(path.name) or "changed")
+    assert pipeline.run_key(pipeline.Run(config)) != key
+    assert {"run_config.py", "manifest.py", "files.py", "stages.py", "pipeline.py", "harness.py"} <= set(read)
 
 
 def test_run_under_torchrun_is_refused(tiny_folder, prompts, tmp_path, monkeypatch):

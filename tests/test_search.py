@@ -9,9 +9,9 @@ from typing import Any
 import decoder_checks as checks
 import pytest
 import torch
-from decoder_checks import ScriptedEagle3, make_truth, random_head, random_prompts
+from decoder_checks import ScriptedEagle3, make_truth, pieces, random_head, random_prompts
 from families import make_case, make_document
-from reference_eagle3 import Document
+from reference import Document
 from search_checks import (
     COLUMNS,
     TABLE,
@@ -281,7 +281,7 @@ def test_text_becomes_a_shape() -> None:
 
 def test_a_drafter_refuses_a_shape_wider_than_its_vocabulary(tiny_target: Any) -> None:
     with pytest.raises(DraftsmithError, match="top_k 201"):
-        make_drafter(random_head(tiny_target), tiny_target.embed, Dynamic(201, 1, 3))
+        make_drafter(random_head(tiny_target), tiny_target.parts(), Dynamic(201, 1, 3))
 
 
 # --- with a head ------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_drafts_in_a_tree_are_the_oracles_chain_drafts(shape: Shape, variant: st
     """Logits of every node that was expanded, for sequences of different length; committed rows stay as they are."""
     case = make_case("eagle3", variant)
     texts = [make_document(case, [True] * n, n) for n in (9, 4, 12)]
-    drafter = Recorded(case.head, case.parts.embed, shape)
+    drafter = Recorded(case.head, case.parts, shape)
     drafter.allocate(3, 32)
     for slot, doc in enumerate(texts):
         drafter.begin(slot, torch.tensor(doc.tokens), doc.features[:-1], None)
@@ -307,13 +307,13 @@ def test_drafts_in_a_tree_are_the_oracles_chain_drafts(shape: Shape, variant: st
     roots = torch.tensor([doc.tokens[-1] for doc in texts])
     trees = [drafter.propose(roots, make_draws([Sampling()] * 3)) for _ in range(2)]
     assert torch.equal(trees[0].tokens, trees[1].tokens), "an earlier draft is still visible"
-    weights, embed = case.weights(), case.parts.embed
+    weights = case.weights()
     for slot, doc in enumerate(texts):
         row = len(doc.tokens) - 2
         assert len(drafter.made[slot]) == shape.expanded
         for path, logits in drafter.made[slot]:
             longer = Document([*doc.tokens, *path], [], doc.features, doc.last)
-            want = case.reference.draft(weights, case.config, longer, embed, row, len(path) + 1)[-1]
+            want = case.reference.draft(weights, case.config, longer, case.parts, case.ids, row, len(path) + 1)[-1]
             torch.testing.assert_close(logits, want, rtol=2e-6, atol=2e-6)
         for old, new in zip(before[:2], cached, strict=True):
             assert torch.equal(old[slot, :, : row + 1], new[slot, :, : row + 1]), "drafting changed committed rows"
@@ -326,15 +326,15 @@ def test_drafts_in_a_tree_are_the_oracles_chain_drafts(shape: Shape, variant: st
 def test_trees_of_a_head_are_lossless_and_leave_its_cache_true(tiny_target: Any, shape: Shape) -> None:
     truth = make_truth(tiny_target, random_prompts(tiny_target, [1, 9, 14, 5]), 20)
     head = random_head(tiny_target)
-    drafter = ScriptedEagle3(head, tiny_target.embed, shape).script(truth, 0.8)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), shape).script(truth, 0.8)
     results = checks.check_lossless(tiny_target, drafter, truth, 1, lambda i: 12 - 2 * i)
     assert max(step.accepted for r in results for step in r.steps) > 1
-    drafter = ScriptedEagle3(head, tiny_target.embed, shape).script(truth, 0.6)
+    drafter = ScriptedEagle3(head, pieces(tiny_target), shape).script(truth, 0.6)
     assert checks.check_cache_truth(tiny_target, drafter, truth, 3, lambda _: 10, head) > 5
 
 
 def test_a_head_drafts_at_the_end_of_its_cache(tiny_target: Any) -> None:
     """Far more rows are expanded than the tree keeps."""
     truth = make_truth(tiny_target, random_prompts(tiny_target, [490, 487]), 10)
-    drafter = make_drafter(random_head(tiny_target), tiny_target.embed, Dynamic(10, 4, 8))
+    drafter = make_drafter(random_head(tiny_target), tiny_target.parts(), Dynamic(10, 4, 8))
     checks.check_lossless(tiny_target, drafter, truth, 2, lambda _: 10)

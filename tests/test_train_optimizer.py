@@ -132,3 +132,31 @@ def test_state_by_name_goes_on_bit_for_bit() -> None:
     del state["norm.exp_avg"]
     with pytest.raises(ValueError, match=r"'norm.exp_avg' is missing"):
         two.load_named_state(state, 3)
+
+
+def test_an_adapters_bias_correction_counts_its_own_updates() -> None:
+    """After steps of the heads alone it learns as under an AdamW that begins then; the state goes on."""
+    names = {"norm": "norm", "lm_head.weight": "adapter.lm_head.weight"}
+    ours, theirs = model(), model()
+    named = [(names[n], p) for n, p in ours.named_parameters() if n in names]
+    options: dict[str, Any] = {"lr_matrix": 0.02, "lr_other": 0.01, "lr_adapter": 0.02, "weight_decay": 0.1}
+    one = MuonAdamW(named, **options)
+    one.set_lr_factor(1.0, 0.0)
+    train(ours, [one], 9)
+    assert (one.updates, one.adapter_updates) == (9, 0)
+    reference = torch.optim.AdamW([theirs.norm], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    train(theirs, [reference], 9)
+    one.set_lr_factor(1.0, 1.0)
+    reference.add_param_group({"params": [theirs.lm_head.weight], "lr": 0.02})
+    theirs.zero_grad()
+    train(ours, [one], 3)
+    train(theirs, [reference], 3)
+    torch.testing.assert_close(ours.norm, theirs.norm)
+    torch.testing.assert_close(ours.lm_head.weight, theirs.lm_head.weight)
+    assert (one.updates, one.adapter_updates) == (12, 3)
+    half = copy.deepcopy(ours)
+    two = MuonAdamW([(names[n], p) for n, p in half.named_parameters() if n in names], **options)
+    two.load_named_state({k: v.clone() for k, v in one.named_state().items()}, one.updates, one.adapter_updates)
+    train(ours, [one], 2)
+    train(half, [two], 2)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), half.parameters(), strict=True))

@@ -79,6 +79,8 @@ def test_length_of_a_time_limited_run_leaves_room_for_validations() -> None:
     total = steps_within(100.0, 0.5, 5.0, settings, 11)
     every = settings.validation_interval(total)
     assert 90 <= (total - 11) * 0.5 + -(-total // every) * 5.0 <= 100
+    with_more = steps_within(100.0, 0.5, 5.0, settings, 11, after_seconds=30.0)
+    assert with_more == steps_within(70.0, 0.5, 5.0, settings, 11) < total, "what follows is kept free"
     assert steps_within(1.0, 0.5, 50.0, settings, 11) == 12, "at least one more"
 
 
@@ -249,15 +251,27 @@ def test_checkpoint_round_trip_and_damage(made: tuple[Any, ...], tmp_path: Path)
     optimizer = MuonAdamW(head.named_parameters(), lr_matrix=0.1, lr_other=0.1)
     for tensor in optimizer.named_state().values():
         tensor.normal_()
-    optimizer.updates = 7
-    state = RunState(step=8, epoch=1, index=3, total_steps=20, updates=7, skipped=1, best_step=4, best_tau_walk=1.5)
+    optimizer.updates, optimizer.adapter_updates = 7, 3
+    state = RunState(
+        step=8, epoch=1, index=3, total_steps=20, updates=7, adapter_updates=3, skipped=1, best_step=4,
+        best_tau_walk=1.5,
+    )  # fmt: skip
     for step in (4, 6, 8):
         folder = save_checkpoint(tmp_path, head, optimizer, dataclasses.replace(state, step=step))
     assert [p.name for p in step_folders(tmp_path)] == ["step-000006", "step-000008"]
     other = MuonAdamW(head.named_parameters(), lr_matrix=0.1, lr_other=0.1)
     assert load_checkpoint(folder, head, other) == state
-    assert other.updates == 7
+    assert (other.updates, other.adapter_updates) == (7, 3)
     assert all(torch.equal(v, optimizer.named_state()[k]) for k, v in other.named_state().items())
+    written = json.loads((folder / "state.json").read_text())
+    for values, name in (({"more": 1}, "more is unknown"), ({}, "adapter_updates is missing")):
+        wrong = {**written, **values}
+        if not values:
+            del wrong["adapter_updates"]
+        (folder / "state.json").write_text(json.dumps(wrong))
+        with pytest.raises(DraftsmithError, match=rf"state\.json: {name}: another version"):
+            load_checkpoint(folder, head, other)
+    (folder / "state.json").write_text(json.dumps(written))
     (folder / "optimizer.safetensors").write_bytes(b"")
     with pytest.raises(DraftsmithError, match=r"optimizer\.safetensors is damaged"):
         load_checkpoint(folder, head, other)

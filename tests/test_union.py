@@ -191,7 +191,7 @@ def test_the_bases_nodes_stay_and_nothing_is_added_where_nothing_is_found() -> N
 
 
 def test_a_union_has_the_numbers_of_both(tiny_target: Target) -> None:
-    base = make_drafter(random_head(tiny_target), tiny_target.embed, Chain(3))
+    base = make_drafter(random_head(tiny_target), tiny_target.parts(), Chain(3))
     union = UnionDrafter(base, PromptLookupDrafter(tokens=7))
     assert (union.depth, union.rows, union.needs, union.wants_choice) == (7, 11, base.needs, False)
     union.timed = True
@@ -219,9 +219,9 @@ def bases(target: Target) -> dict[str, Drafter]:
     return {
         "plain": PlainDrafter(record=Needs((1, 3), last=True)),
         "lookahead": LookaheadDrafter(),
-        "chain": make_drafter(head, target.embed, Chain(3)),
-        "static": make_drafter(head, target.embed, Static([[0], [1], [0, 0], [0, 1]])),
-        "dynamic": make_drafter(head, target.embed, Dynamic(3, 3, 9)),
+        "chain": make_drafter(head, target.parts(), Chain(3)),
+        "static": make_drafter(head, target.parts(), Static([[0], [1], [0, 0], [0, 1]])),
+        "dynamic": make_drafter(head, target.parts(), Dynamic(3, 3, 9)),
     }
 
 

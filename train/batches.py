@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 import queue
 import threading
@@ -13,6 +15,7 @@ from ..data_recipes.packing import make_batch, plan_batches
 from ..data_recipes.store import FeatureStore
 from ..errors import DraftsmithError
 from ..heads.base import Batch
+from .settings import TrainSettings
 
 Position = tuple[int, int]
 """(epoch, index within its plan) of a batch."""
@@ -30,6 +33,14 @@ def trainable_documents(store: FeatureStore, split: str, max_length: int) -> tup
         else:
             without += 1
     return kept, without
+
+
+def held_out_documents(store: FeatureStore, settings: TrainSettings) -> list[int]:
+    """Numbers of the documents that a run is validated on; raises DraftsmithError where there are none."""
+    held_out, _ = trainable_documents(store, "val", settings.max_length)
+    if not held_out:
+        raise DraftsmithError(f"{store.folder} holds no document of split 'val' with an answer: nothing to validate on")
+    return held_out[: settings.validate_documents]
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,21 @@ class BatchPlan:
         return math.ceil(sum(len(self.epoch(e)) for e in range(epochs)) / batches_per_step)
 
 
+def plans_of(store: FeatureStore, settings: TrainSettings) -> tuple[BatchPlan, BatchPlan, dict[str, int]]:
+    """Plans of a run's training and of its validation, and the counts of documents that its summary holds."""
+    train, without = trainable_documents(store, "train", settings.max_length)
+    held_out = held_out_documents(store, settings)
+    shared = (settings.token_budget, settings.max_length, settings.seed)
+    counts = {"train_documents": len(train), "train_documents_without_rows": without, "val_documents": len(held_out)}
+    return BatchPlan.over(store, train, *shared), BatchPlan.over(store, held_out, *shared), counts
+
+
+def batch_seed(seed: int, position: Position) -> int:
+    """Seed of what is random in the losses of the batch at a position, 0 <= value < 2**63."""
+    text = f"{seed}/{position[0]}/{position[1]}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
 @dataclass
 class Item:
     """A batch with its place in the plan and its documents' numbers in the store."""
@@ -120,7 +146,10 @@ class BatchStream:
             for number, (place, documents) in enumerate(plan.from_position(position)):
                 if number % world != rank:
                     continue
-                if not self._put(Item(place, documents, make_batch(store, documents, plan.max_length))):
+                batch = dataclasses.replace(
+                    make_batch(store, documents, plan.max_length), seed=batch_seed(plan.seed, place)
+                )
+                if not self._put(Item(place, documents, batch)):
                     return
         except BaseException as error:  # handed to the training thread, which raises it
             self._put(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -16,19 +17,22 @@ from torch import Tensor
 from ..data_recipes.store import FeatureStore
 from ..errors import DraftsmithError
 from ..files import sweep
+from ..heads.adapter import TunedConfig
 from ..heads.base import DraftHead, TargetParts
 from ..heads.target import auto_dtype
 from ..progress import Progress, progress_bar, say
-from .batches import BatchPlan, BatchStream, Item, trainable_documents
+from .batches import BatchStream, Item, plans_of
 from .checkpoint import RunState, load_checkpoint, save_best, save_checkpoint, step_folders
 from .interrupt import StopRequest
-from .metrics import summarise
-from .optimizer import MuonAdamW
+from .joint import LR_SHARE, JointStep, TunedTarget
+from .metrics import ratio, summarise
+from .optimizer import ADAPTER, MuonAdamW
 from .ranks import Ranks, import_deepspeed, process_group, quietly
 from .schedule import PILOT_STEPS, lr_factor, steps_within
 from .settings import TrainSettings
 from .step import SUMS, TrainStep
 from .tracking import Tracker
+from .trees import grow_tree
 from .validate import validate
 
 MAX_SKIPPED = 3
@@ -46,6 +50,7 @@ def fit(
     head: DraftHead,
     folder: Path,
     *,
+    tuned: TunedTarget | None = None,
     budget_seconds: float | None = None,
     resume_command: str = "the same command again",
     wandb: bool | None = None,
@@ -58,20 +63,23 @@ def fit(
         parts: of the head's target, in any dtype.
         head: initialised; its weights become fp32.
         folder: gets `checkpoints/` and `metrics.jsonl`.
+        tuned: the target, where it is trained together with the head (config: a TunedConfig), as `TunedTarget` loads it
+            in the run's dtype.
         budget_seconds: wall time of a time-limited run, from this call on; None takes settings.minutes.
         resume_command: what the user is told to run after an interruption.
         wandb: see tracking.Tracker.
 
     Returns:
-        finished (False after a signal), exit_code, step, total_steps, tokens, seconds, best_step, best_tau_walk,
-        skipped, checkpoint (folder of the best head), and the counts of documents.
+        finished (False after a signal before the last step), exit_code, step, total_steps, tokens, seconds over all
+        restarts, tree_seconds, best_step, best_tau_walk, skipped, checkpoint (folder of the best head, with its
+        measured tree once finished), and the counts of documents. `head` is the best one once finished.
 
     Raises:
         DraftsmithError: nothing to train on or validate with, a damaged checkpoint, too many steps that weren't finite.
     """
     started = time.monotonic()
     with process_group() as ranks:
-        trainer = Trainer(settings, store, parts, head, folder, ranks, wandb=wandb)
+        trainer = Trainer(settings, store, parts, head, folder, ranks, tuned=tuned, wandb=wandb)
         trainer.started = started
         if budget_seconds is not None:
             trainer.budget_seconds = budget_seconds
@@ -91,19 +99,26 @@ class Trainer:
         folder: Path,
         ranks: Ranks,
         *,
+        tuned: TunedTarget | None = None,
         wandb: bool | None = None,
     ) -> None:
         self.settings, self.store, self.ranks = settings, store, ranks
         self.checkpoints = folder / "checkpoints"
         self.started = time.monotonic()
         self.budget_seconds = settings.minutes * 60 if settings.minutes else None
-        dtype = auto_dtype(ranks.device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        if isinstance(head.config, TunedConfig) != (tuned is not None):
+            raise ValueError("`tuned` goes with a head that is trained together with its target, and with no other")
+        dtype = run_dtype(settings, ranks.device)
         self.head = head.to(ranks.device, torch.float32)
-        self.step_module = TrainStep(head, parts.to(ranks.device, dtype), dtype)
+        own = (head, parts.to(ranks.device, dtype), dtype)
+        self.step_module = TrainStep(*own) if tuned is None else JointStep(*own, tuned)
+        self.adapter = self.step_module.adapter
+        adapter = {} if self.adapter is None else self.adapter.parameters
         self.optimizer = MuonAdamW(
-            head.named_parameters(),
+            [*head.named_parameters(), *((ADAPTER + name, p) for name, p in adapter.items())],
             lr_matrix=settings.lr_matrix,
             lr_other=settings.lr_other,
+            lr_adapter=settings.lr_other * LR_SHARE,
             momentum=settings.momentum,
             betas=(settings.betas[0], settings.betas[1]),
             weight_decay=settings.weight_decay,
@@ -112,9 +127,9 @@ class Trainer:
             sweep(self.checkpoints)
         ranks.barrier()
         found = step_folders(self.checkpoints)
-        self.state = load_checkpoint(found[-1], head, self.optimizer) if found else RunState()
+        self.state = load_checkpoint(found[-1], head, self.optimizer, self.adapter) if found else RunState()
         self.resumed_seconds = self.state.seconds
-        self.plan, self.held_out, self.documents = _plans(store, settings)
+        self.plan, self.held_out, self.documents = plans_of(store, settings)
         self.stream = BatchStream(
             store, self.plan, (self.state.epoch, self.state.index), ranks.rank, ranks.world, settings.accumulation + 1
         )
@@ -122,11 +137,13 @@ class Trainer:
         self.engine = _engine(self.step_module, self.optimizer, settings, ranks)
         config = {**settings.model_dump(), "world": ranks.world}
         self.tracker = Tracker(folder, self.state.step, wandb, config) if ranks.is_main else None
-        self.window = torch.zeros(head.config.steps, len(SUMS), dtype=torch.float64)
+        lines = head.config.steps + len(self.step_module.extra)
+        self.window = torch.zeros(lines, len(SUMS), dtype=torch.float64)
         self.window_tokens, self.window_started = 0, time.monotonic()
         self.stop = StopRequest()
-        self.stopping = False
+        self.stopping = self.finished = False
         self.validated_at: int | None = None
+        self.tree_seconds: float | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +159,9 @@ class Trainer:
                     while self.state.step < self.state.total_steps and not self.stopping:
                         self.train_step(bar)
                         self._after_step(self.state.total_steps)
-        if self.stopping and self.ranks.is_main:
+            if self.state.step == self.state.total_steps:  # also where the last step was asked to be the last
+                self._grow_tree()
+        if not self.finished and self.ranks.is_main:
             self._report_stop(resume_command)
         return self._summary()
 
@@ -151,8 +170,9 @@ class Trainer:
         s, ranks = self.settings, self.ranks
         items = [next(self.stream) for _ in range(s.accumulation)]
         batches = [item.batch.to(ranks.device, self.step_module.dtype) for item in items]
-        counts = ranks.all_sum(torch.stack([self.head.loss_counts(b) for b in batches]).sum(0))
-        self.optimizer.set_lr_factor(lr_factor(self.state.step, self.state.total_steps, s))
+        counts = ranks.all_sum(torch.stack([self.step_module.loss_counts(b) for b in batches]).sum(0))
+        place = (self.state.step, self.state.total_steps)
+        self.optimizer.set_lr_factor(lr_factor(*place, s), self.step_module.enter(*place))
         sums, bad = self.window.new_zeros(self.window.shape, device=ranks.device), []
         for item, batch in zip(items, batches, strict=True):
             # the engine divides by the accumulation, its all-reduce by the world: the loss is a global sum already
@@ -170,7 +190,7 @@ class Trainer:
         self.state.epoch, self.state.index = self.plan.advance(
             (self.state.epoch, self.state.index), self.batches_per_step
         )
-        self.state.updates = self.optimizer.updates
+        self.state.updates, self.state.adapter_updates = self.optimizer.updates, self.optimizer.adapter_updates
         if self.optimizer.skipped:
             self._left_out(bad or items)
         else:
@@ -228,22 +248,22 @@ class Trainer:
     def _pilot(self) -> None:
         """Take the first steps of a time-limited run, and from their pace fix the length: all else goes by the step."""
         assert self.budget_seconds is not None
-        measured_from = 0.0
+        ends = []
         with self._bar("train: pilot", PILOT_STEPS) as bar:
             while self.state.step < PILOT_STEPS:
                 self.train_step(bar)
                 if self.stopping:
                     return
-                if self.state.step == 1:
-                    measured_from = time.monotonic()
-        now = time.monotonic()
-        step_seconds = (now - measured_from) / (PILOT_STEPS - 1)
+                ends.append(time.monotonic())
+        now = ends[-1]
+        step_seconds = self.step_module.mean_seconds([b - a for a, b in itertools.pairwise(ends)])
         self.log()
         self.validate()
-        parameters = sum(p.numel() for p in self.head.parameters())
-        validation_seconds = time.monotonic() - now + parameters * _CHECKPOINT_BYTES / _SAVE_BYTES_PER_SECOND
+        tree_seconds = time.monotonic() - now  # the measured tree costs about what a validation does
+        parameters = sum(p.numel() for p in self.step_module.parameters())
+        validation_seconds = tree_seconds + parameters * _CHECKPOINT_BYTES / _SAVE_BYTES_PER_SECOND
         left = self.budget_seconds - self._seconds()
-        total = steps_within(left, step_seconds, validation_seconds, self.settings, self.state.step)
+        total = steps_within(left, step_seconds, validation_seconds, self.settings, self.state.step, tree_seconds)
         self.state.total_steps = self.ranks.from_main(min([total, *self._step_limits()]))
         if self.ranks.is_main:
             say(f"train: {step_seconds:.2f} s a step, so {self.state.total_steps} steps in the time given")
@@ -255,7 +275,10 @@ class Trainer:
         """Write the figures of the steps since the last call."""
         seconds = time.monotonic() - self.window_started
         if self.tracker is not None and self.window_tokens:
-            values = summarise(self.window, self.head.step_weights())
+            steps = self.head.config.steps
+            values = summarise(self.window[:steps], self.head.step_weights())
+            for name, line in zip(self.step_module.extra, self.window[steps:].tolist(), strict=True):
+                values[name] = ratio(*line[:2])
             values |= {
                 "lr_factor": lr_factor(self.state.step - 1, self.state.total_steps, self.settings),
                 "tokens": self.state.tokens,
@@ -281,16 +304,23 @@ class Trainer:
         if self.state.best_tau_walk is None or found["tau_walk"] > self.state.best_tau_walk:
             self.state.best_tau_walk, self.state.best_step = found["tau_walk"], self.state.step
             if self.ranks.is_main:
-                save_best(self.checkpoints, self.head, {"step": self.state.step, **found})
+                save_best(self.checkpoints, self.head, {"step": self.state.step, **found}, self.adapter)
         self.window_started = time.monotonic()
 
     def save(self) -> None:
         """Write a checkpoint; all ranks wait for it."""
         self.state.seconds = round(self._seconds(), 3)
         if self.ranks.is_main:
-            save_checkpoint(self.checkpoints, self.head, self.optimizer, self.state)
+            save_checkpoint(self.checkpoints, self.head, self.optimizer, self.state, self.adapter)
         self.ranks.barrier()
         self.window_started = time.monotonic()
+
+    def _grow_tree(self) -> None:
+        """Save the best head's own static tree with it, the last thing a run does."""
+        before, depth = time.monotonic(), self.settings.validate_depth
+        grow_tree(self.checkpoints / "best", self.step_module, self.store, self.held_out, depth, self.ranks)
+        self.tree_seconds = round(time.monotonic() - before, 3)
+        self.finished = True
 
     def close(self) -> None:
         """Stop the reading thread and close the files."""
@@ -320,12 +350,13 @@ class Trainer:
     def _summary(self) -> dict[str, Any]:
         state = self.state
         return {
-            "finished": not self.stopping or state.step == state.total_steps,
+            "finished": self.finished,
             "exit_code": self.stop.exit_code,
             "step": state.step,
             "total_steps": state.total_steps,
             "tokens": state.tokens,
             "seconds": round(self._seconds(), 3),
+            "tree_seconds": self.tree_seconds,
             "best_step": state.best_step,
             "best_tau_walk": state.best_tau_walk,
             "skipped": state.skipped,
@@ -334,15 +365,10 @@ class Trainer:
         }
 
 
-def _plans(store: FeatureStore, settings: TrainSettings) -> tuple[BatchPlan, BatchPlan, dict[str, int]]:
-    train, without = trainable_documents(store, "train", settings.max_length)
-    held_out, _ = trainable_documents(store, "val", settings.max_length)
-    if not held_out:
-        raise DraftsmithError(f"{store.folder} holds no document of split 'val' with an answer: nothing to validate on")
-    held_out = held_out[: settings.validate_documents]
-    shared = (settings.token_budget, settings.max_length, settings.seed)
-    counts = {"train_documents": len(train), "train_documents_without_rows": without, "val_documents": len(held_out)}
-    return BatchPlan.over(store, train, *shared), BatchPlan.over(store, held_out, *shared), counts
+def run_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
+    """The dtype that a run computes in."""
+    found: torch.dtype = auto_dtype(device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return found
 
 
 def _engine(module: TrainStep, optimizer: MuonAdamW, settings: TrainSettings, ranks: Ranks) -> Any:

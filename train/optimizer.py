@@ -26,6 +26,8 @@ from torch import Tensor, nn
 # (a, b, c) of a*x + b*x^3 + c*x^5: Remez on [0.03, 1], then on what that leaves; together they send it to 1 +- 0.381
 POLYNOMIALS = ((7.36252776, -20.74339565, 15.16055176), (2.91753804, -2.18240538, 0.47552922))
 _TINY = 1e-30
+ADAPTER = "adapter."
+"""What the names of a target's adapter begin with."""
 _STATE = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
@@ -71,11 +73,14 @@ def _polar_of_gram(gram: Tensor) -> Tensor:
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Muon's share: 2-D weights, except those whose rows are vocabulary entries."""
-    return parameter.ndim == 2 and not {"lm_head", "embed", "embed_tokens"} & set(name.split("."))
+    return parameter.ndim == 2 and not {"lm_head", "lm_heads", "embed", "embed_tokens"} & set(name.split("."))
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two parameter groups, `muon` and `adamw`; state tensors can be read and set by parameter name.
+    """Parameter groups `muon` and `adamw`; state tensors can be read and set by parameter name.
+
+    A target's adapter has a group of AdamW's with a learning rate of its own; while that is 0 the adapter rests, and
+    its bias correction counts the updates that it had itself.
 
     A step whose gradients aren't finite is left out as a whole (`skipped` tells); set `skip` to leave out the next one.
 
@@ -83,6 +88,7 @@ class MuonAdamW(torch.optim.Optimizer):
         named_parameters: (name, parameter) pairs; the names are those of the checkpoint.
         lr_matrix: Muon's learning rate, in AdamW's scale.
         lr_other: AdamW's learning rate.
+        lr_adapter: AdamW's for parameters named `adapter.…`.
         momentum: Muon's (Nesterov) momentum.
         betas: AdamW's.
         weight_decay: decoupled, both kinds.
@@ -94,6 +100,7 @@ class MuonAdamW(torch.optim.Optimizer):
         *,
         lr_matrix: float,
         lr_other: float,
+        lr_adapter: float = 0.0,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -101,22 +108,26 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         named = list(named_parameters)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in named}
-        matrices = [p for n, p in named if is_hidden_matrix(n, p)]
-        others = [p for n, p in named if not is_hidden_matrix(n, p)]
+        adapter = [p for n, p in named if n.startswith(ADAPTER)]
+        own = [(n, p) for n, p in named if not n.startswith(ADAPTER)]
+        matrices = [p for n, p in own if is_hidden_matrix(n, p)]
+        others = [p for n, p in own if not is_hidden_matrix(n, p)]
         shared = {"weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         groups: list[dict[str, Any]] = [
             {"params": matrices, "kind": "muon", "lr": lr_matrix, "base_lr": lr_matrix},
             {"params": others, "kind": "adamw", "lr": lr_other, "base_lr": lr_other},
+            {"params": adapter, "kind": "adamw", "lr": lr_adapter, "base_lr": lr_adapter, "adapter": True},
         ]
         self.updates = 0
+        self.adapter_updates = 0
         self.skip = False
         self.skipped = False
         super().__init__([g for g in groups if g["params"]], shared)
 
-    def set_lr_factor(self, factor: float) -> None:
-        """Scale both learning rates by the schedule's factor."""
+    def set_lr_factor(self, factor: float, adapter: float = 1.0) -> None:
+        """Scale all learning rates by the schedule's factor, the adapter's by its own, too; at 0 it rests."""
         for group in self.param_groups:
-            group["lr"] = group["base_lr"] * factor
+            group["lr"] = group["base_lr"] * factor * (adapter if group.get("adapter") else 1.0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -130,7 +141,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.updates += 1
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            if parameters and group["lr"] > 0:
+                self.adapter_updates += bool(group.get("adapter"))
                 (self._muon if group["kind"] == "muon" else self._adamw)(parameters, group)
 
     def _buffers(self, parameters: list[Tensor], key: str) -> list[Tensor]:
@@ -152,14 +164,15 @@ class MuonAdamW(torch.optim.Optimizer):
         gradients = [p.grad.float() for p in parameters if p.grad is not None]
         first, second = self._buffers(parameters, "exp_avg"), self._buffers(parameters, "exp_avg_sq")
         beta1, beta2 = group["betas"]
+        count = self.adapter_updates if group.get("adapter") else self.updates
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, math.sqrt(1 - beta2**self.updates))
+        torch._foreach_div_(scale, math.sqrt(1 - beta2**count))
         torch._foreach_add_(scale, group["eps"])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, first, scale, -group["lr"] / (1 - beta1**self.updates))
+        torch._foreach_addcdiv_(parameters, first, scale, -group["lr"] / (1 - beta1**count))
 
     def named_state(self) -> dict[str, Tensor]:
         """State of all parameters as `<parameter>.<momentum|exp_avg|exp_avg_sq>`; zeros before the first step."""
@@ -170,8 +183,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 state |= {f"{self.names[p]}.{key}": t for p, t in zip(group["params"], tensors, strict=True)}
         return state
 
-    def load_named_state(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Set the state that `named_state` gave after `updates` steps.
+    def load_named_state(self, tensors: dict[str, Tensor], updates: int, adapter_updates: int = 0) -> None:
+        """Set the state that `named_state` gave after `updates` steps, `adapter_updates` of them with the adapter.
 
         Raises:
             ValueError: a tensor is missing, foreign or of another shape.
@@ -183,4 +196,4 @@ class MuonAdamW(torch.optim.Optimizer):
             if tensors[name].shape != tensor.shape:
                 raise ValueError(f"tensor {name!r} has shape {list(tensors[name].shape)}, not {list(tensor.shape)}")
             tensor.copy_(tensors[name])
-        self.updates = updates
+        self.updates, self.adapter_updates = updates, adapter_updates

@@ -32,7 +32,12 @@ def lr_factor(step: int, total_steps: int | None, settings: TrainSettings) -> fl
 
 
 def steps_within(
-    seconds_left: float, step_seconds: float, validation_seconds: float, settings: TrainSettings, done: int
+    seconds_left: float,
+    step_seconds: float,
+    validation_seconds: float,
+    settings: TrainSettings,
+    done: int,
+    after_seconds: float = 0.0,
 ) -> int:
     """Total steps of a time-limited run.
 
@@ -42,10 +47,12 @@ def steps_within(
         validation_seconds: measured cost of one validation with its checkpoint.
         settings: says how often it validates.
         done: steps already taken.
+        after_seconds: cost of what follows the last step's validation.
 
     Returns:
-        The largest number of steps (at least done + 1) whose training and validations fit.
+        The largest number of steps (at least done + 1) whose training and validations fit with what follows.
     """
+    seconds_left -= after_seconds
     total = done + max(1, int(seconds_left / step_seconds))
     for _ in range(20):  # the number of validations depends on the total, a little
         validations = math.ceil(total / settings.validation_interval(total))

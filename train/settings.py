@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import DraftsmithError
+from ..heads.named import head_file, head_names
 
 DEFAULT_EPOCHS = 10
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
@@ -27,6 +27,8 @@ class HeadSettings(_Strict):
     steps: int = Field(ge=1, le=16)
     step_decay: float = Field(gt=0, le=1)
     draft_vocab_size: int | None = Field(default=None, ge=1)
+    options: dict[str, bool | int | float | str] = {}
+    """The family's own; those that its YAML file names."""
 
     def vocab_size_for(self, target_vocab: int) -> int:
         """Draft vocabulary size for a target with `target_vocab` tokens."""
@@ -71,16 +73,30 @@ class TrainSettings(_Strict):
         return self.validate_every or max(1, min(500, total_steps // 4))
 
 
+CHAINS = ["chain:1", "chain:2", "chain:3", "chain:4"]
+"""Trees that an evaluation tries where a head's file names none."""
+
+
+class DecodeSettings(_Strict):
+    """How a head is decoded."""
+
+    trees: list[str] = Field(default=CHAINS, min_length=1)
+    """Candidates of an evaluation, as `eval.decoder.trees.shape_for` reads them."""
+
+
 class HeadRecipe(_Strict):
-    """A head's YAML file."""
+    """A head's YAML file.
+
+    Attributes:
+        head, train: of the head whose weights these are.
+        weights_of: that head, where this one is another way to decode it; its file then has no `head` and `train`.
+        decode: of this head.
+    """
 
     head: HeadSettings
-    train: TrainSettings
-
-
-def head_names() -> list[str]:
-    """Heads that have a YAML file."""
-    return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir() if f.name.endswith(".yaml"))
+    train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
+    weights_of: str | None = None
+    decode: DecodeSettings = DecodeSettings()
 
 
 def load_head_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> HeadRecipe:
@@ -88,26 +104,46 @@ def load_head_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> H
 
     Args:
         name: a head's short name.
-        overrides: nested mappings, dotted keys or both, e.g. {"train.token_budget": 2048}.
+        overrides: nested mappings, dotted keys or both, e.g. {"train.token_budget": 2048}. Where the head has another's
+            weights, they are laid over that one's settings.
 
     Raises:
-        DraftsmithError: no such head, unknown key or wrong value.
+        DraftsmithError: no such head, unknown key or wrong value; weights of a head that is unknown or has none itself.
     """
-    import yaml
-
-    if name not in head_names():
-        raise DraftsmithError(f"unknown head {name!r}; there are: {', '.join(head_names())}")
-    values: dict[str, Any] = yaml.safe_load((_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    values = _file(name)
+    options = dict(values["head"].get("options", {}))
     for key, value in (overrides or {}).items():
         _lay_over(values, key.split("."), value)
+    _check_options(name, options, values["head"].get("options", {}))
     try:
         return HeadRecipe.model_validate(_numbers(values))
     except ValidationError as error:
         raise DraftsmithError(_explain(error, name)) from error
 
 
-def _folder() -> Any:
-    return resources.files(__package__.partition(".")[0]) / "configs" / "heads"
+def _file(name: str) -> dict[str, Any]:
+    """A head's file, `head` and `train` filled in from the head whose weights it has."""
+    values = head_file(name)
+    origin = values.get("weights_of")
+    if origin is None:
+        return values
+    if own := sorted({"head", "train"} & set(values)):
+        raise DraftsmithError(
+            f"configs/heads/{name}.yaml has weights_of: {origin} and {own[0]}: what trains comes from {origin}, leave "
+            f"{own[0]} out"
+        )
+    if origin not in head_names():
+        raise DraftsmithError(
+            f"configs/heads/{name}.yaml: weights_of names the unknown head {origin!r}; there are: "
+            f"{', '.join(head_names())}"
+        )
+    there = head_file(origin)
+    if there.get("weights_of") is not None:
+        raise DraftsmithError(
+            f"configs/heads/{name}.yaml: weights_of names {origin!r}, which has no weights of its own "
+            f"(weights_of: {there['weights_of']}): name the head that is trained"
+        )
+    return {**values, "head": there["head"], "train": there.get("train", {})}
 
 
 def _lay_over(values: dict[str, Any], path: list[str], value: Any) -> None:
@@ -123,6 +159,21 @@ def _lay_over(values: dict[str, Any], path: list[str], value: Any) -> None:
         values[path[-1]] = value
 
 
+def _check_options(name: str, known: Mapping[str, Any], given: Any) -> None:
+    """Refuse options that the head's own file doesn't have, or of another kind than there."""
+    if not isinstance(given, Mapping):
+        raise DraftsmithError(f"head.options of head {name!r} is a group of settings, not {given!r}")
+    for key, value in given.items():
+        if key not in known:
+            there = f"there are: {', '.join(known)}" if known else "it has none"
+            raise DraftsmithError(f"head.options.{key}: there is no such option of head {name!r}; {there}")
+        numbers = isinstance(known[key], float) and isinstance(value, int) and not isinstance(value, bool)
+        if type(value) is not type(known[key]) and not numbers:
+            raise DraftsmithError(
+                f"head.options.{key} = {value!r} of head {name!r}: a {type(known[key]).__name__} is expected"
+            )
+
+
 def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _numbers(v) for k, v in value.items()}
@@ -135,7 +186,7 @@ def _explain(error: ValidationError, name: str) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        groups: dict[str, type[_Strict]] = {"head": HeadSettings, "train": TrainSettings}
+        groups: dict[str, type[_Strict]] = {"head": HeadSettings, "train": TrainSettings, "decode": DecodeSettings}
         group = groups.get(str(first["loc"][0]), HeadRecipe)
         return f"{place}: there is no such setting for head {name!r}; there are: {', '.join(group.model_fields)}"
     return f"{place} = {first['input']!r} for head {name!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,40 @@ import torch
 from ..data_recipes.store import FeatureStore
 from ..data_recipes.vocabulary import choose_vocab
 from ..errors import DraftsmithError
+from ..heads.adapter import FOLDER, TunedConfig
 from ..heads.base import DraftHead, TargetParts
 from ..heads.config import HeadConfig, default_layer_ids
 from ..heads.registry import head_family
-from ..heads.target import explain_loading, fingerprint, load_parts, load_tokenizer, resolve_folder, template_sha256
+from ..heads.target import (
+    Target,
+    explain_loading,
+    fingerprint,
+    load_parts,
+    load_tokenizer,
+    resolve_folder,
+    template_sha256,
+)
 from ..heads.vocab import DraftVocab
 from ..manifest import Stage
 from ..progress import say
-from .fit import fit
+from .batches import held_out_documents
+from .drift import expected_seconds, measure_drift
+from .fit import fit, run_dtype
+from .joint import TunedTarget
 from .ranks import process_group
-from .settings import HeadRecipe
+from .settings import HeadRecipe, TrainSettings
 
-STAGE, VERSION = "train", 1
+STAGE, VERSION = "train", 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the target lies, and how it computes here."""
+
+    location: str
+    revision: str | None
+    device: torch.device
+    dtype: torch.dtype
 
 
 def train_stage(
@@ -49,40 +73,38 @@ def train_stage(
         folder: the stage's own folder.
         target_id: name of the target in the head's config; None takes `location`.
         recorded_revision: what the head's config says of the target's revision, where `from_pretrained` needs none.
-        budget_seconds: what is really left of the run's time; overrides `train.minutes`, identifies nothing.
+        budget_seconds: what is really left of the run's time, from this call on; overrides `train.minutes`, identifies
+            nothing.
         resume_command, wandb: see `fit`.
 
     Returns:
-        The manifest's record: what `fit` returns, with `vocabulary_coverage`. Its "finished" is False after a signal;
-        the caller should then leave with its "exit_code".
+        The manifest's record: what `fit` returns, with `vocabulary_coverage`, and for a head that is trained together
+        with its target `drift`, what `drift.measure_drift` returns, and `drift_seconds` (on rank 0). Its "finished" is
+        False after a signal; the caller should then leave with its "exit_code".
 
     Raises:
         DraftsmithError: features of another target or other layers, or whatever `fit` raises.
     """
+    minutes = recipe.train.minutes
+    seconds = budget_seconds if budget_seconds is not None or minutes is None else minutes * 60
+    until = None if seconds is None else time.monotonic() + seconds
     names = (target_id or location, recorded_revision or revision)
     config, vocab, coverage, store = prepare_head(recipe, location, revision, features, names)
-    identity = {
-        "features": store.digest,
-        "head": config.to_dict(),
-        "train": recipe.train.model_dump(),
-    }
+    identity = {"features": store.digest, "head": config.to_dict(), "train": recipe.train.model_dump()}
     with process_group() as ranks:
         stage = Stage.open(folder, STAGE, VERSION, identity) if ranks.is_main else None
         done = ranks.from_main(stage.manifest if stage else None)
         if done is not None:
-            record: dict[str, Any] = done["record"]
-            return record
+            return dict(done["record"])
         if ranks.is_main:
             share = f"{coverage:.2%} of the answers' tokens"
             say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
-        head, parts, start = _new_head(config, vocab, load_parts(location, revision, torch.float32), recipe.train.seed)
-        if ranks.is_main:
-            say(start)
-        result = fit(
-            recipe.train, store, parts, head, folder,
-            budget_seconds=budget_seconds, resume_command=resume_command, wandb=wandb,
-        )  # fmt: skip
+        place = _Place(location, revision, ranks.device, run_dtype(recipe.train, ranks.device))
+        options = {"resume_command": resume_command, "wandb": wandb}
+        result = _fitted(recipe.train, store, config, vocab, folder, place, until, ranks.is_main, **options)
         result["vocabulary_coverage"] = coverage
+        if isinstance(config, TunedConfig) and ranks.is_main and result["finished"]:
+            result |= _drift(Path(result["checkpoint"]), store, recipe.train, place)
         if stage is not None and result["finished"]:
             stage.finish(**{k: v for k, v in result.items() if k != "seconds"}, train_seconds=result["seconds"])
         ranks.barrier()
@@ -96,6 +118,52 @@ def _new_head(
     head = head_family(config.family).head(config, vocab)
     start = head.initialise(parts, torch.Generator().manual_seed(seed))
     return head, dataclasses.replace(parts, last_layer={}), start
+
+
+def _fitted(
+    settings: TrainSettings,
+    store: FeatureStore,
+    config: HeadConfig,
+    vocab: DraftVocab,
+    folder: Path,
+    place: _Place,
+    until: float | None,
+    is_main: bool,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a new head, with its target where both are trained; the memory of both is free again on return.
+
+    Args:
+        until: monotonic time at which the stage should be done; training leaves room for what comes after it.
+        is_main: whether this process talks to the user.
+        options: of `fit`.
+    """
+    target = (place.location, place.revision)
+    head, parts, start = _new_head(config, vocab, load_parts(*target, torch.float32), settings.seed)
+    if is_main:
+        say(start)
+    tuned, after = None, 0.0
+    if isinstance(config, TunedConfig):
+        before = time.monotonic()
+        tuned = TunedTarget.load(*target, config, settings.seed, place.device, place.dtype)
+        loading = time.monotonic() - before
+        parts = tuned.parts()
+        if until is not None:
+            after = expected_seconds(tuned, loading, store, held_out_documents(store, settings), settings.max_length)
+            if is_main:
+                say(f"train: {after:.0f} s are kept for measuring how far the target has moved")
+    budget = None if until is None else until - time.monotonic() - after
+    return fit(settings, store, parts, head, folder, tuned=tuned, budget_seconds=budget, **options)
+
+
+def _drift(best: Path, store: FeatureStore, settings: TrainSettings, place: _Place) -> dict[str, Any]:
+    """How far the best checkpoint's adapter moves the target."""
+    before = time.monotonic()
+    load = functools.partial(
+        Target.load, place.location, revision=place.revision, dtype=place.dtype, device=str(place.device)
+    )
+    found = measure_drift(load, best / FOLDER, store, held_out_documents(store, settings), settings.max_length)
+    return {"drift": found, "drift_seconds": round(time.monotonic() - before, 3)}
 
 
 def prepare_head(
@@ -130,6 +198,7 @@ def prepare_head(
         layer_ids=list(layer_ids),
         steps=recipe.head.steps,
         step_decay=recipe.head.step_decay,
+        **recipe.head.options,
         target_id=(names or (location, revision))[0],
         target_revision=(names or (location, revision))[1],
         target_fingerprint=mark,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..heads.adapter import Adapter
 from ..heads.base import Batch, DraftHead, StepStats, TargetParts
 
 SUMS = ("num", "den", "rows", "hits", "reached", "kept")
@@ -39,13 +40,44 @@ class TrainStep(nn.Module):
         head: trained, fp32 weights.
         parts: on the head's device, in `dtype`.
         dtype: bf16 computes under autocast, fp32 plainly.
+
+    Attributes:
+        adapter: of a target that is trained together with the head.
+        extra: names of the losses that `forward`'s sums hold beyond the unrolled steps' rows.
     """
+
+    adapter: Adapter | None = None
+    extra: tuple[str, ...] = ()
 
     def __init__(self, head: DraftHead, parts: TargetParts, dtype: torch.dtype) -> None:
         super().__init__()
         self.head = head
         self.parts = parts  # no module: stays out of the state dict and of the engine's hands
         self.dtype = dtype
+
+    def enter(self, step: int, total_steps: int | None) -> float:
+        """Prepare for an optimizer step; returns the factor of the adapter's learning rate in it.
+
+        Args:
+            step, total_steps: as for `schedule.lr_factor`.
+        """
+        return 1.0
+
+    def mean_seconds(self, seconds: Sequence[float]) -> float:
+        """Mean cost of a run's steps, from the seconds of a pilot's second step and those after it."""
+        return sum(seconds) / len(seconds)
+
+    def seen(self, batch: Batch) -> Batch:
+        """The batch with the states that the target has now; a frozen target's are those of the store."""
+        return batch
+
+    def extra_sums(self, seen: Batch) -> Tensor:
+        """Held-out figures of the extra losses on a batch that `seen` made: (sum, rows) of each, fp64 [extra, 2]."""
+        return torch.zeros(0, 2, dtype=torch.float64, device=seen.tokens.device)
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """The batch's share of the loss's denominators, int64 [steps + extra]."""
+        return self.head.loss_counts(batch)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context in which the head computes in `dtype`."""
@@ -54,7 +86,7 @@ class TrainStep(nn.Module):
         return torch.autocast(self.parts.embed.device.type, dtype=self.dtype)
 
     def forward(self, batch: Batch, denominators: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return scale * this batch's share of the loss, and its `stat_sums`."""
+        """Return scale * this batch's share of the loss, and its `stat_sums` with a row for each extra loss."""
         with self.autocast():
             stats = self.head.losses(batch, self.parts)
         return scale * global_loss(stats, self.head.step_weights(), denominators), stat_sums(stats)

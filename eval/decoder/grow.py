@@ -25,19 +25,20 @@ class Network(Protocol):
         """Begin a step: logits [B, Vq] behind the roots and the recycled state [B, 1, H] (None: it keeps its own)."""
 
     def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+        self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Run M drafted nodes behind the D that were expanded in this step.
 
         Args:
             tokens: [B, M] target ids.
             states: [B, M, H] recycled state of the node above each.
-            depth: [B, M], 1 = first drafted.
+            depth: of all of them, 1 = first drafted.
             seen: bool [B, M, D+M], which of the rows expanded in this step each new row sees, itself included;
                 None = all before it.
 
         Returns:
-            logits [B, M, Vq] behind each node and its recycled state [B, M, H].
+            logits [B, M, Vq] behind each node and its recycled state [B, M, H]. Logits [B, 1, Vq] stand for all M,
+            where the network guesses the same below every node of a depth; it then does so at every depth.
         """
 
 
@@ -72,6 +73,7 @@ class Layout:
         row: [N] number of each node among the expanded ones (the root is number 0), -1 for leaves.
         levels: of depth 1, 2, ...
         is_chain: every node but the last has one child.
+        bits: [N, W] packed ancestors as in TokenTree; None for chains.
     """
 
     parent: Tensor
@@ -79,6 +81,7 @@ class Layout:
     row: Tensor
     levels: list[Level]
     is_chain: bool
+    bits: Tensor | None
 
 
 def grow_layout(layout: Layout, sampled: bool, network: Network, roots: Tensor, draws: Draws) -> TokenTree:
@@ -88,7 +91,7 @@ def grow_layout(layout: Layout, sampled: bool, network: Network, roots: Tensor, 
     `sampled` unset) are the most likely tokens. Nodes of one depth share their random numbers: at most one of the
     nodes above them is accepted, so that only its children's numbers are ever looked at.
     """
-    b = len(roots)
+    b, above = len(roots), 1
     sampled = sampled and not draws.greedy
     logits, states = network.first(b)
     logits = logits[:, None]
@@ -102,11 +105,11 @@ def grow_layout(layout: Layout, sampled: bool, network: Network, roots: Tensor, 
             chances = [number[:, depth - 1] for number in numbers[: level.width]]
             children, possible, q = _draw_children(logits, chances, known, draws)
             rows.append(q)
-            valid.append(possible[:, level.slot, level.rank] & alive[:, level.slot])
+            valid.append(possible.expand(b, above, -1)[:, level.slot, level.rank] & alive[:, level.slot])
         else:
             children = _top(penalise(logits, draws.warp, known), level.width)
             valid.append(torch.ones_like(alive[:, level.slot]))
-        chosen = children[:, level.slot, level.rank]
+        chosen = children.expand(b, above, -1)[:, level.slot, level.rank]
         tokens.append(chosen if network.columns is None else network.columns[chosen])
         if not level.count:
             break
@@ -116,17 +119,20 @@ def grow_layout(layout: Layout, sampled: bool, network: Network, roots: Tensor, 
         alive = _take(valid[-1], level.inner)
         if states is not None:
             states = _take(states, level.above)
-        at = roots.new_full((b, level.count), depth)
         seen = None if level.seen is None else level.seen.expand(b, -1, -1)
-        logits, states = network.expand(_take(tokens[-1], level.inner), states, at, seen)
+        logits, states = network.expand(_take(tokens[-1], level.inner), states, depth, seen)
+        above = level.count
     n = len(layout.parent)
     tree = TokenTree(
         torch.cat(tokens, 1), layout.parent.expand(b, n), layout.depth.expand(b, n), torch.cat(valid, 1),
-        len(layout.levels), layout.is_chain,
+        len(layout.levels), layout.is_chain, bits=None if layout.bits is None else layout.bits.expand(b, n, -1),
     )  # fmt: skip
     if sampled:
         drawn = (draws.warp.temperature > 0)[:, None] & (layout.depth > 0)
-        tree.proposal = Proposal(torch.cat(rows, 1), layout.row.expand(b, n), drawn, network.columns, len(numbers))
+        # where all nodes of each depth share a row, rows are numbered by depth
+        shared = all(q.shape[1] == 1 for q in rows)
+        row = torch.where(layout.row < 0, -1, layout.depth) if shared else layout.row
+        tree.proposal = Proposal(torch.cat(rows, 1), row.expand(b, n), drawn, network.columns, len(numbers))
     return tree
 
 
@@ -140,10 +146,11 @@ def _numbers(layout: Layout, roots: Tensor, draws: Draws) -> list[Tensor]:
 def _draw_children(
     logits: Tensor, numbers: list[Tensor], known: Tensor | None, draws: Draws
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw children of the nodes whose logits [B, M, Vq] these are, one for each of `numbers` [B].
+    """Draw children of the nodes whose logits [B, M or 1, Vq] these are, one for each of `numbers` [B].
 
     Returns:
-        columns [B, M, width], whether q had anything left for each, and q [B, M, Vq].
+        columns [B, M, width], whether q had anything left for each, and q [B, M, Vq]; one row for all where logits have
+        one and `known` doesn't tell the nodes apart.
     """
     q = draws.probabilities(logits, known)
     left = q
@@ -186,14 +193,13 @@ def grow_dynamic(top_k: int, deepest: int, total: int, network: Network, roots: 
         known = None if known is None else _rows(known, above).scatter(2, column[..., None], True)
         seen = torch.cat((_rows(seen, above), own), 2)
         tokens = column if network.columns is None else network.columns[column]
-        at = torch.full_like(column, depth)
-        logits, states = network.expand(tokens, states, at, None if k == 1 else seen)
+        logits, states = network.expand(tokens, states, depth, None if k == 1 else seen)
         gains, picked = _best_tokens(logits, k, known, draws)
         level = (scores[-1].gather(1, place)[..., None] + gains).flatten(1)
         parents.append((start + place)[..., None].expand(-1, -1, k).flatten(1))
         start += scores[-1].shape[1]
         scores.append(level)
-        columns.append(picked.flatten(1))
+        columns.append(picked.expand(b, k, k).flatten(1))
         place = _first_best(level, k)
         above = place // k
     return _best_tree(scores, columns, parents, total, k == 1, network.columns, roots)
@@ -220,7 +226,7 @@ def _best_tree(
 
 
 def _best_tokens(logits: Tensor, k: int, known: Tensor | None, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Log q and columns [B, M, k] of the k most likely tokens; a broken network's NaN counts as impossible."""
+    """Log q and columns [B, M or 1, k] of the k most likely tokens; a broken network's NaN counts as impossible."""
     log_q = torch.log_softmax(penalise(logits, draws.warp, known), -1)
     best, columns = log_q.nan_to_num(nan=float("-inf"), neginf=float("-inf")).topk(k, -1)
     return best, columns

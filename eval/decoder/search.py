@@ -14,7 +14,8 @@ from torch import Tensor
 from ...errors import DraftsmithError
 from .grow import Layout, Level, Network, grow_dynamic, grow_layout
 from .sampling import Draws
-from .types import TokenTree
+from .transfer import upload
+from .types import TokenTree, pack_ancestors
 
 Path = tuple[int, ...]
 """Ranks of a node and of those above it among their siblings, from depth 1 down."""
@@ -226,8 +227,11 @@ _PARSERS: dict[str, tuple[Callable[[str], Shape], str]] = {
 }
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str, *more: str) -> Shape:
     """Read a shape as a user writes it: "chain:4", "static:0,1,0.0,0.1" or "dynamic:10x6x60".
+
+    Args:
+        more: forms that only the caller reads, to be named with these in the error.
 
     Raises:
         DraftsmithError: names the text and the forms there are, or the value that is out of range.
@@ -237,7 +241,7 @@ def parse_shape(text: str) -> Shape:
         parse, _example = _PARSERS[name]
         return parse(values)
     except (KeyError, ValueError, TypeError) as error:
-        forms = "; ".join(example for _parse, example in _PARSERS.values())
+        forms = "; ".join([*(example for _parse, example in _PARSERS.values()), *more])
         raise DraftsmithError(f"the tree {text!r} can't be read; write {forms}") from error
 
 
@@ -249,9 +253,7 @@ def parse_shape(text: str) -> Shape:
 def _layout(paths: tuple[Path, ...], device: torch.device) -> Layout:
     """Lay out a tree's nodes, sorted by length and ranks, once for each device."""
 
-    def put(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    put = functools.partial(upload, device=device)
     nodes: list[Path] = [(), *paths]
     parents = {path[:-1] for path in paths}
     expanded = [path for path in nodes if path in parents]
@@ -270,13 +272,15 @@ def _layout(paths: tuple[Path, ...], device: torch.device) -> Layout:
                 inner=None if inner == new else put([new.index(path) for path in inner]),
                 above=None if [path[:-1] for path in inner] == above else put([above.index(p[:-1]) for p in inner]),
                 count=len(inner),
-                seen=None if is_chain else torch.tensor([[p[: len(x)] == x for x in before] for p in inner]).to(device),
+                seen=None if is_chain else put([[p[: len(x)] == x for x in before] for p in inner]).bool(),
             )
         )
+    parent = put([-1, *(nodes.index(path[:-1]) for path in paths)])
     return Layout(
-        put([-1, *(nodes.index(path[:-1]) for path in paths)]),
+        parent,
         put([len(path) for path in nodes]),
         put([expanded.index(path) if path in parents else -1 for path in nodes]),
         levels,
         is_chain,
+        None if is_chain else pack_ancestors(parent[None], len(levels))[0],
     )

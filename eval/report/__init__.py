@@ -1,1 +1,5 @@
 """What a user sees of an evaluation: a table in the terminal and one self-contained page."""
+
+from __future__ import annotations
+
+REPORT, PAGE = "report.json", "report.html"

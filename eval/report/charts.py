@@ -32,9 +32,9 @@ def line_chart(title: str, series: Series, x_label: str, *, dots: bool = True, z
     return _svg(title, body)
 
 
-def bar_chart(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]], x_label: str) -> str:
-    """Draw groups of bars, one group a label, the value written on each bar."""
-    values = [v for bars in series.values() for v in bars]
+def bar_chart(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str) -> str:
+    """Draw groups of bars, one group a label, the value written on each bar; None leaves a gap."""
+    values = [v for bars in series.values() for v in bars if v is not None]
     if not values:
         return ""
     frame = _Frame([0.0, float(len(labels))], ticks(0.0, max(values)), [i + 0.5 for i in range(len(labels))], labels)
@@ -42,6 +42,8 @@ def bar_chart(title: str, labels: Sequence[str], series: Mapping[str, Sequence[f
     width = 0.76 / len(series)
     for n, (colour, bars) in enumerate(zip(COLOURS, series.values(), strict=False)):
         for i, value in enumerate(bars):
+            if value is None:
+                continue
             left, right = frame.x(i + 0.12 + n * width), frame.x(i + 0.12 + (n + 1) * width)
             top = frame.y(value)
             body.append(
@@ -100,6 +102,11 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+
+
+def short(text: str, most: int = 16) -> str:
+    """A label of at most `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def figure(value: float) -> str:

@@ -18,10 +18,10 @@ from ...manifest import library_versions
 from ..benchmarks import PromptSet
 from ..check import OutputCheck
 from ..decoder.loop import Result
-from ..metrics import Timing, acceptance, speedup, tau_interval, tokens_per_second
-from ..tune import Tuning
+from ..metrics import Timing, acceptance, acceptance_by_rank, speedup, tau_interval, tokens_per_second
+from ..tune import StepCost, Tuning
 
-SCHEMA = "draftsmith.report/1"
+SCHEMA = "draftsmith.report/2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,10 @@ class Measured:
     """Raw results on the held-out prompts, all in the order of `prompts`.
 
     Attributes:
-        plain: plain decoding; fast: the chosen K, interleaved with it; deep: K = 4, decoded for acceptance only.
+        depth, nodes: K and N of the chosen tree.
+        plain: plain decoding; fast: the chosen tree, interleaved with it.
+        ranks: [P][D][R] of `fast`, see `metrics.acceptance_by_rank`.
+        chain: text of the chain that is always reported; deep: its results, decoded for acceptance only.
         generated: `transformers.generate` on the same prompts.
         check: comparison of `fast` with `plain`.
         sessions: processes that measured: more than one where an evaluation was killed and gone on with.
@@ -37,8 +40,12 @@ class Measured:
 
     prompts: PromptSet
     max_new_tokens: int
+    depth: int
+    nodes: int
     plain: list[Result]
     fast: list[Result]
+    ranks: list[list[list[int]]]
+    chain: str
     deep: list[Result]
     generated: list[Timing]
     check: OutputCheck
@@ -71,14 +78,10 @@ def build_report(target: Target, head: HeadConfig, tuning: Tuning, measured: Mea
         "environment": {**environment(target), "sessions": m.sessions},
         "tuning": {
             "n_prompts": tuning.n_prompts,
-            "acceptance_conditional": tuning.acceptance.conditional,
+            "acceptance_conditional": {tree: a.conditional for tree, a in tuning.acceptance.items()},
             "table": tuning.table,
         },
-        "passes": {
-            "target_seconds": {str(n): s for n, s in sorted(tuning.costs.target.items())},
-            "draft_seconds": {str(k): s for k, s in sorted(tuning.costs.draft.items())},
-            "rest_seconds": {str(k): s for k, s in sorted(tuning.costs.rest.items())},
-        },
+        "passes": {way: _cost(cost) for way, cost in tuning.costs.ways.items()},
         "check": {
             "bound": m.check.bound,
             "noise": m.check.noise,
@@ -90,8 +93,11 @@ def build_report(target: Target, head: HeadConfig, tuning: Tuning, measured: Mea
             "dropped": m.prompts.dropped,
             "max_new_tokens": m.max_new_tokens,
             "plain": [{"id": r.id, "tokens": t.tokens, "seconds": t.seconds} for r, t in _timed(m.plain)],
-            "speculative": [{"id": r.id, "seconds": t.seconds, "steps": _steps(r)} for r, t in _timed(m.fast)],
-            "depth_4": [{"id": r.id, "steps": _steps(r)} for r in m.deep],
+            "speculative": [
+                {"id": r.id, "seconds": t.seconds, "steps": _steps(r), "ranks": ranks}
+                for (r, t), ranks in zip(_timed(m.fast), m.ranks, strict=True)
+            ],
+            "chain": [{"id": r.id, "steps": _steps(r)} for r in m.deep],
             "generate": [
                 {"id": r.id, "tokens": t.tokens, "seconds": t.seconds}
                 for r, t in zip(m.prompts.requests, m.generated, strict=True)
@@ -101,7 +107,8 @@ def build_report(target: Target, head: HeadConfig, tuning: Tuning, measured: Mea
 
 
 def _summary(target: Target, tuning: Tuning, m: Measured) -> dict[str, Any]:
-    shares, deep = acceptance([r.steps for r in m.fast]), acceptance([r.steps for r in m.deep])
+    logs = [r.steps for r in m.fast]
+    shares = acceptance(logs)
     plain, fast = timings(m.plain), timings(m.fast)
     ratio, interval = speedup(plain, fast)
     ceiling = tuning.costs.ceiling(shares.tau)
@@ -110,17 +117,19 @@ def _summary(target: Target, tuning: Tuning, m: Measured) -> dict[str, Any]:
         flag = f"the speed-up's lower bound {interval[0]:.2f} is above τ·c(1)/min c(N) = {ceiling:.2f}"
     return {
         "tau": shares.tau,
-        "tau_ci": list(tau_interval([r.steps for r in m.fast])),
+        "tau_ci": list(tau_interval(logs)),
         "mal": shares.mal,
         "alpha": shares.alpha,
         "acceptance_conditional": shares.conditional,
         "acceptance_cumulative": shares.cumulative,
+        "acceptance_by_rank": acceptance_by_rank(logs, m.ranks),
         "speedup": ratio if m.check.passed else None,
         "speedup_ci": list(interval) if m.check.passed else None,
         "setting": {
-            "kind": "chain",
-            "depth": tuning.depth,
-            "nodes": tuning.depth + 1,
+            "kind": tuning.tree.partition(":")[0],
+            "tree": tuning.tree,
+            "depth": m.depth,
+            "nodes": m.nodes,
             "temperature": 0.0,
             "batch": 1,
             "dtype": _name(target.dtype),
@@ -131,11 +140,21 @@ def _summary(target: Target, tuning: Tuning, m: Measured) -> dict[str, Any]:
         "generate_tokens_per_s": tokens_per_second(m.generated),
         "output_check": m.check.verdict,
         "flag": flag,
-        "overhead": tuning.costs.overhead(tuning.depth),
-        "tau_k4": deep.tau,
-        "tau_k4_ci": list(tau_interval([r.steps for r in m.deep])),
-        "acceptance_conditional_k4": deep.conditional,
-        "acceptance_cumulative_k4": deep.cumulative,
+        "overhead": tuning.costs.ways[tuning.tree].overhead,
+        "chain": _chain(m),
+    }
+
+
+def _chain(m: Measured) -> dict[str, Any]:
+    """Figures of the chain by which heads are compared, whatever their trees."""
+    logs = [r.steps for r in m.deep]
+    shares = acceptance(logs)
+    return {
+        "tree": m.chain,
+        "tau": shares.tau,
+        "tau_ci": list(tau_interval(logs)),
+        "acceptance_conditional": shares.conditional,
+        "acceptance_cumulative": shares.cumulative,
     }
 
 
@@ -171,6 +190,16 @@ def _timed(results: Sequence[Result]) -> list[tuple[Result, Timing]]:
 
 def _steps(result: Result) -> list[list[int]]:
     return [[s.drafted, s.accepted, s.emitted] for s in result.steps]
+
+
+def _cost(cost: StepCost) -> dict[str, float]:
+    """Rows N of the target's pass, and seconds."""
+    return {
+        "rows": cost.rows,
+        "target_seconds": cost.target,
+        "draft_seconds": cost.draft,
+        "rest_seconds": cost.rest,
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

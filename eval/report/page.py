@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files import write_text
-from .charts import bar_chart, figure, line_chart
+from .charts import bar_chart, figure, line_chart, short
 from .terminal import summary_rows
 
 STYLE = """
@@ -62,23 +62,21 @@ def _where(report: Mapping[str, Any]) -> str:
 def _charts(
     report: Mapping[str, Any], curve: Sequence[Mapping[str, Any]], stages: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    summary, passes = report["summary"], report["passes"]
-    shares = {"conditional": summary["acceptance_conditional_k4"], "cumulative": summary["acceptance_cumulative_k4"]}
+    chain, passes = report["summary"]["chain"], report["passes"]
+    shares = {"conditional": chain["acceptance_conditional"], "cumulative": chain["acceptance_cumulative"]}
     depths = [str(d + 1) for d in range(len(shares["cumulative"]))]
     loss, walk = _points(curve, "train", "loss"), _points(curve, "validation", "tau_walk")
     table = [row for row in report["tuning"]["table"] if row["predicted_speedup"] is not None]
-    speeds = {
-        "predicted": [(float(r["depth"]), r["predicted_speedup"]) for r in table],
-        "measured": [(float(r["depth"]), r["measured_speedup"]) for r in table if r["measured_speedup"] is not None],
-    }
-    costs = {"pass": [(float(n), 1000 * s) for n, s in passes["target_seconds"].items()]}
+    trees = [short(row["tree"]) for row in table]
+    speeds = {name: [row[f"{name}_speedup"] for row in table] for name in ("predicted", "measured")}
+    costs = sorted({(float(c["rows"]), 1000 * c["target_seconds"]) for c in passes.values()})
     seconds = {name: record["seconds"] for name, record in stages.items() if "seconds" in record}
     return [
-        bar_chart("Acceptance by depth", depths, shares, "drafted token"),
+        bar_chart(f"Acceptance by depth, {chain['tree']}", depths, shares, "drafted token"),
         line_chart("Training loss", {"loss": loss}, "step", dots=len(loss) < 40) if loss else "",
         line_chart("τ_walk on validation answers", {"τ_walk": walk}, "step", zero=False) if walk else "",
-        line_chart("Speed-up by K (tuning prompts)", speeds, "K") if table else "",
-        line_chart("Cost of a target pass, ms", costs, "rows N"),
+        bar_chart("Speed-up by tree (tuning prompts)", trees, speeds, "tree") if table else "",
+        line_chart("Cost of a target pass, ms", {"pass": costs}, "rows N"),
         bar_chart("Seconds of each stage", list(seconds), {"s": list(seconds.values())}, "stage") if seconds else "",
     ]
 
@@ -88,21 +86,21 @@ def _points(curve: Sequence[Mapping[str, Any]], kind: str, key: str) -> list[tup
 
 
 def _tables(report: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    parts = []
-    summary, passes, tuning = report["summary"], report["passes"], report["tuning"]
-    rows = zip(summary["acceptance_conditional_k4"], summary["acceptance_cumulative_k4"], strict=True)
-    shares = [[str(d), figure(a), figure(b)] for d, (a, b) in enumerate(rows, 1)]
-    parts.append("<h2>Acceptance at K = 4</h2>" + _table(["depth", "conditional", "cumulative"], shares))
-    names = ["predicted_tokens_per_s", "measured_tokens_per_s", "predicted_speedup", "measured_speedup"]
-    speeds = [[str(r["depth"]), *("–" if r[n] is None else figure(r[n]) for n in names)] for r in tuning["table"]]
-    parts.append(
-        f"<h2>Choice of K on {tuning['n_prompts']} tuning prompts</h2>"
-        + _table(["K", *(n.replace("_per_s", "/s").replace("_", " ") for n in names)], speeds)
-    )
-    costs = [[f"target, {n} rows", figure(1000 * s)] for n, s in passes["target_seconds"].items()]
-    costs += [[f"draft, K = {k}", figure(1000 * s)] for k, s in passes["draft_seconds"].items()]
-    costs += [[f"rest of the step, K = {k}", figure(1000 * s)] for k, s in passes["rest_seconds"].items()]
-    parts.append("<h2>Cost of a step's passes, in ms</h2>" + _table(["pass", "ms"], costs))
+    passes, tuning = report["passes"], report["tuning"]
+    parts = _acceptance(report["summary"])
+    names = ["expected_tau", "predicted_tokens_per_s", "measured_tokens_per_s", "predicted_speedup", "measured_speedup"]
+    speeds = [
+        [r["tree"], str(r["depth"]), str(r["nodes"]), *("–" if r[n] is None else figure(r[n]) for n in names)]
+        for r in tuning["table"]
+    ]
+    titles = ["tree", "K", "N", *(n.replace("_per_s", "/s").replace("_", " ").replace("tau", "τ") for n in names)]
+    parts.append(f"<h2>Choice of the tree on {tuning['n_prompts']} tuning prompts</h2>" + _table(titles, speeds))
+    costs = [
+        [way, str(c["rows"]), *(figure(1000 * c[f"{part}_seconds"]) for part in ("target", "draft", "rest"))]
+        for way, c in passes.items()
+    ]
+    parts.append("<h2>Cost of a step's parts, in ms</h2>" + _table(["tree", "N", "target", "draft", "rest"], costs))
+    parts += _drift(stages.get("train", {}).get("drift"))
     if stages:
         spent = [
             [name, figure(r.get("seconds", 0.0)), figure(r.get("peak_rss_bytes", 0) / 2**20)]
@@ -116,6 +114,29 @@ def _tables(report: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]) 
     head = ["prompt", "steps", "tokens", "seconds", "seconds plain"]
     parts.append(f"<details><summary>{len(prompts)} prompts</summary>{_table(head, prompts)}</details>")
     return parts
+
+
+def _acceptance(summary: Mapping[str, Any]) -> list[str]:
+    """Acceptance by depth of the chosen tree and of the chain that is always given; by rank for trees."""
+    parts = []
+    for name, figures in {summary["chain"]["tree"]: summary["chain"], summary["setting"]["tree"]: summary}.items():
+        rows = zip(figures["acceptance_conditional"], figures["acceptance_cumulative"], strict=True)
+        shares = [[str(d), figure(a), figure(b)] for d, (a, b) in enumerate(rows, 1)]
+        parts.append(f"<h2>Acceptance, {escape(name)}</h2>" + _table(["depth", "conditional", "cumulative"], shares))
+    if summary["setting"]["kind"] != "chain":
+        by_rank = summary["acceptance_by_rank"]
+        ranks = [f"child {r}" for r in range(1, 1 + max(map(len, by_rank), default=0))]
+        lines = [[str(d), *map(figure, row)] for d, row in enumerate(by_rank, 1)]
+        parts.append("<h2>Share of steps that accept a parent's r-th child</h2>" + _table(["depth", *ranks], lines))
+    return parts
+
+
+def _drift(drift: Mapping[str, Any] | None) -> list[str]:
+    """How far a target that was tuned with its head moved from the original one; nothing for other heads."""
+    if not drift:
+        return []
+    rows = [[name.replace("_", " "), figure(v) if isinstance(v, int | float) else str(v)] for name, v in drift.items()]
+    return ["<h2>How far the tuned target is from the original</h2>" + _table(["", ""], rows)]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

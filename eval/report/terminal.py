@@ -10,17 +10,20 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The figures a user looks for, as (name, text), in reading order."""
     s, setting = report["summary"], report["summary"]["setting"]
     rows = [
-        ("setting", f"{setting['kind']}, K = {setting['depth']}, greedy, batch {setting['batch']}, {setting['dtype']}"),
+        ("tree", f"{setting['tree']}, K = {setting['depth']}, N = {setting['nodes']}"),
+        ("setting", f"greedy, batch {setting['batch']}, {setting['dtype']}"),
         ("prompts", f"{s['n_prompts']} held out × {report['prompts']['max_new_tokens']} new tokens"),
         ("τ, tokens a step", f"{s['tau']:.3f}  {_interval(s['tau_ci'])}"),
     ]
-    if setting["depth"] != 4:
-        rows.append(("τ at K = 4", f"{s['tau_k4']:.3f}  {_interval(s['tau_k4_ci'])}"))
+    if setting["tree"] != s["chain"]["tree"]:
+        rows.append((f"τ with {s['chain']['tree']}", f"{s['chain']['tau']:.3f}  {_interval(s['chain']['tau_ci'])}"))
     rows += [
         ("mal (before cutting)", f"{s['mal']:.3f}"),
         ("acceptance, conditional", _shares(s["acceptance_conditional"])),
         ("acceptance, cumulative", _shares(s["acceptance_cumulative"])),
     ]
+    if setting["kind"] != "chain":
+        rows += [(f"  depth {d}, by rank", _shares(ranks)) for d, ranks in enumerate(s["acceptance_by_rank"], 1)]
     if s["speedup"] is not None:
         rows.append(("speed-up", f"{s['speedup']:.2f}×  {_interval(s['speedup_ci'])}"))
     rows += [

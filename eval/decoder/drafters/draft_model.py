@@ -76,11 +76,11 @@ class DraftModelDrafter(NetworkDrafter):
         return super().first(b)
 
     def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+        self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See grow.Network: a node at depth d stands d-1 behind the committed rows, the root among them."""
         earlier = self.drafted.shape[1]
-        self.drafted = torch.cat((self.drafted, depth - 1), 1)
+        self.drafted = torch.cat((self.drafted, torch.full_like(tokens, depth - 1)), 1)
         return self._run(tokens, self.drafted, None if seen is None else pack_bits(seen), earlier), None
 
     def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:

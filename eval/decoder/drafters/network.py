@@ -8,14 +8,15 @@ import copy
 import torch
 from torch import Tensor
 
-from ....heads.base import Cache, DraftHead
+from ....errors import DraftsmithError
+from ....heads.base import Cache, DraftHead, TargetParts
 from ....heads.linear import can_pack, pack_linears
 from ..sampling import Draws
 from ..search import Shape
 from ..types import Drafter, HostStep, TokenTree, Verdict, clock
 
 # A prompt is read in pieces of so many rows, and fewer where rows x cached rows would make a larger mask than this.
-_MOST_ROWS, _MOST_MASK = 512, 1 << 21
+_MOST_ROWS, _MOST_MASK = 512, 1 << 19
 
 
 class NetworkDrafter(Drafter):
@@ -43,7 +44,7 @@ class NetworkDrafter(Drafter):
 
     @abc.abstractmethod
     def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+        self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See grow.Network."""
 
@@ -63,6 +64,16 @@ def tokens_after(tree: TokenTree, verdict: Verdict) -> Tensor:
     return torch.where(at_end, verdict.bonus[:, None], after)
 
 
+def prepare_head(head: DraftHead, parts: TargetParts) -> DraftHead:
+    """A frozen copy of a head for decoding: in the device and dtype of the target's parts, packed where that can be."""
+    device, dtype = parts.embed.device, parts.embed.dtype
+    ready = copy.deepcopy(head).to(device, dtype).eval().requires_grad_(False)
+    ready.attach(parts)
+    if can_pack(device, dtype):
+        pack_linears(ready, keep=None)
+    return ready
+
+
 class HeadDrafter(NetworkDrafter):
     """An autoregressive draft head: reads the target's features of accepted rows, and its own states of drafted ones.
 
@@ -70,19 +81,26 @@ class HeadDrafter(NetworkDrafter):
     the target's cache.
 
     Args:
-        head: the trained head; a copy in the embedding's device and dtype is made for decoding.
-        embed: [V, H] the target's input embedding.
+        head: the trained head; a copy in the target's device and dtype is made for decoding.
+        parts: the target's frozen pieces; their device and dtype are the decoder's.
         shape: how a tree grows.
+        ready: that copy, `prepare_head(head, parts)`, where drafters that take turns share one.
+
+    Raises:
+        DraftsmithError: the shape is deeper or wider than the head can draft.
     """
 
     state: Tensor
 
-    def __init__(self, head: DraftHead, embed: Tensor, shape: Shape) -> None:
+    def __init__(self, head: DraftHead, parts: TargetParts, shape: Shape, ready: DraftHead | None = None) -> None:
         super().__init__(shape, head.config.draft_vocab_size)
-        self.head = copy.deepcopy(head).to(embed.device, embed.dtype).eval().requires_grad_(False)
-        if can_pack(embed.device, embed.dtype):
-            pack_linears(self.head, keep=None)
-        self.embed, self.needs, self.columns = embed, head.needs, self.head.target_ids
+        if head.most_depth is not None and shape.depth > head.most_depth:
+            raise DraftsmithError(
+                f"the head drafts {head.most_depth} tokens, the tree is {shape.depth} deep: take a shallower tree"
+            )
+        self.parts, self.embed = parts, parts.embed
+        self.head = prepare_head(head, parts) if ready is None else ready
+        self.needs, self.columns = head.needs, self.head.target_ids
         self.cache: Cache
 
     def allocate(self, slots: int, capacity: int) -> None:
@@ -91,7 +109,7 @@ class HeadDrafter(NetworkDrafter):
         rows = capacity + self.shape.expanded
         self.cache = self.head.new_cache(slots, rows, self.embed.device, self.embed.dtype)
         self.logits = self.embed.new_zeros(slots, config.draft_vocab_size)
-        self.state = self.embed.new_zeros(slots, 1, config.hidden_size)
+        self.state = self.embed.new_zeros(slots, 1, self.head.state_width)
 
     def begin(self, slot: int, tokens: Tensor, aux: Tensor, last: Tensor | None) -> None:
         """See Drafter: rows 0..n-1 read tokens 1..n."""
@@ -99,12 +117,13 @@ class HeadDrafter(NetworkDrafter):
         n = len(aux)
         self.cache.lengths[slot] = 0
         view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one])
-        group = self.head.config.num_attention_heads // self.head.config.num_key_value_heads
-        rows = max(1, min(_MOST_ROWS, _MOST_MASK // (group * n)))
+        rows = max(1, min(_MOST_ROWS, _MOST_MASK // n))
         for at in range(0, n, rows):
             positions = torch.arange(at, min(at + rows, n), device=aux.device)
             valid = torch.full((1,), len(positions), device=aux.device)
-            read, features = tokens[None, 1 + at : 1 + at + rows], aux[None, at : at + rows]
+            part = slice(at, at + rows)
+            features = self.head.inputs(aux[None, part], None if last is None else last[None, part], self.parts)
+            read = tokens[None, 1 + at : 1 + at + rows]
             logits, self.state[one] = self._run(view, read, features, positions[None], valid)
         self.logits[one] = logits[:, 0]
         self.cache.longest = max(self.cache.longest, n)
@@ -115,18 +134,19 @@ class HeadDrafter(NetworkDrafter):
         return super().first(b)
 
     def expand(
-        self, tokens: Tensor, states: Tensor | None, depth: Tensor, seen: Tensor | None
+        self, tokens: Tensor, states: Tensor | None, depth: int, seen: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See grow.Network: the row of a node at depth d stands d-1 behind the committed ones."""
         assert states is not None  # `first` gave one
-        positions = self.cache.lengths[: len(tokens), None] + depth - 1
-        return self._run(self.cache, tokens, states, positions, None, seen)
+        positions = (self.cache.lengths[: len(tokens), None] + depth - 1).expand_as(tokens)
+        return self._run(self.cache, tokens, states, positions, None, seen, depth)
 
     def commit(self, tree: TokenTree, verdict: Verdict, aux: Tensor, last: Tensor | None, step: HostStep) -> None:
         """See Drafter: the row of each accepted node reads the token after it."""
         b, p = verdict.path.shape
         read = tokens_after(tree, verdict)
-        features = aux[:, :p] if tree.is_chain else aux.gather(1, verdict.path[..., None].expand(-1, -1, aux.shape[-1]))
+        aux, accepted = _accepted(aux, tree, verdict), None if last is None else _accepted(last, tree, verdict)
+        features = self.head.inputs(aux, accepted, self.parts)
         positions = self.cache.lengths[:b, None] + torch.arange(p, device=read.device)
         self.cache.longest = max(step.lengths)  # rows past a sequence's own are written behind it, within p of this
         logits, self.state[:b] = self._run(self.cache, read, features, positions, verdict.n_accepted + 1)
@@ -141,10 +161,20 @@ class HeadDrafter(NetworkDrafter):
 
     def _run(
         self, cache: Cache, tokens: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None,
-        seen: Tensor | None = None,
+        seen: Tensor | None = None, step: int = 0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One head pass: see DraftHead.forward_step."""
         started = clock(self.embed.device, self.timed)
-        out = self.head.forward_step(cache, self.embed[tokens], hidden, positions, valid, seen)
+        out = self.head.forward_step(cache, self.embed[tokens], hidden, positions, valid, seen, step=step)
         self.seconds += clock(self.embed.device, self.timed) - started
         return out
+
+
+def _accepted(states: Tensor, tree: TokenTree, verdict: Verdict) -> Tensor:
+    """Rows [B, P, F] of the accepted path of states [B, N, F]."""
+    path = verdict.path
+    return (
+        states[:, : path.shape[1]]
+        if tree.is_chain
+        else states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
+    )
