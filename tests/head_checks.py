@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import reference
 import torch
 from decoder_checks import greedy_draws, pieces, random_head, random_prompts
 from families import FAMILIES, VOCAB, Case, make_document, make_documents, pack
@@ -75,7 +76,7 @@ def check_losses_equal_reference(case: Case, seed: int = 0) -> None:
     batch = pack(docs)
     with torch.no_grad():
         got = case.head.losses(batch, case.parts, overlap=True)
-        want = case.reference.losses(case.weights(), case.config, docs, case.parts, case.ids)
+        want = reference.losses(case.reference, case.weights(), case.config, docs, case.parts, case.ids)
     assert len(got) == len(want) == case.config.steps
     for s, (a, b) in enumerate(zip(got, want, strict=True)):
         counts = {n: int(getattr(a, n)) for n in ("den", "rows", "hits", "reached", "kept")}
@@ -114,7 +115,7 @@ def check_gradients_equal_reference(case: Case) -> None:
     case.head.zero_grad()
     total_loss(case.head(pack(docs), case.parts), weights).backward()
     leaves = case.weights()
-    total_loss(case.reference.losses(leaves, case.config, docs, case.parts, case.ids), weights).backward()
+    total_loss(reference.losses(case.reference, leaves, case.config, docs, case.parts, case.ids), weights).backward()
     for name, parameter in case.head.named_parameters():
         want = leaves[name].grad
         assert want is not None

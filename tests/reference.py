@@ -5,7 +5,6 @@ in fp64, `c` its HeadConfig, of which only fields are read. A family's oracle (`
 
     unroll(p, c, doc, parts, ids) -> logits [Vd], or (logits, predicted feature [H]), by step and row, teacher-forced
     draft(p, c, doc, parts, ids, row, steps) -> the same of `steps` drafts behind a row, with a growing cache
-    losses(p, c, docs, parts, ids) -> [Step]
     row_loss(c, doc, parts, ids, row, step, logits, state) -> one row's loss
 
 `ids` are the target ids of the draft vocabulary.
@@ -14,8 +13,8 @@ in fp64, `c` its HeadConfig, of which only fields are read. A family's oracle (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -134,19 +133,20 @@ def soft_loss(logits: Tensor, full: Tensor, ids: list[int]) -> Tensor:
     return -(torch.softmax(full[ids], 0) * torch.log_softmax(logits, 0)).sum()
 
 
-def sums(
-    c: Any, docs: list[Document], parts: Any, ids: list[int],
-    unroll: Callable[[Document], list[dict[int, Any]]], row_loss: Callable[..., Tensor],
-) -> list[Step]:  # fmt: skip
-    """Sums by step over all documents.
+def row_loss(
+    c: Any, doc: Document, parts: Any, ids: list[int], row: int, step: int, logits: Tensor, state: Any
+) -> Tensor:
+    """What most families learn: cross-entropy against the target's law over the draft vocabulary."""
+    return soft_loss(logits, teacher(doc, row + 1 + step, parts), ids)
 
-    Args:
-        unroll: of a document, by step and row: logits [Vd], or (logits, state).
-        row_loss: (doc, row, step, logits, state) -> loss of one row.
-    """
+
+def losses(
+    oracle: ModuleType, p: dict[str, Tensor], c: Any, docs: list[Document], parts: Any, ids: list[int]
+) -> list[Step]:
+    """Sums by step over all documents, of a family's oracle."""
     steps = [Step(torch.zeros((), dtype=torch.float64)) for _ in range(c.steps)]
     for doc in docs:
-        by_step = unroll(doc)
+        by_step = oracle.unroll(p, c, doc, parts, ids)
         for j in range(len(doc.tokens)):
             alive = True
             for s, step in enumerate(steps):
@@ -156,7 +156,7 @@ def sums(
                 label = doc.tokens[j + 2 + s]
                 full = teacher(doc, j + 1 + s, parts)
                 if label in ids:
-                    step.num = step.num + row_loss(doc, j, s, logits, state)
+                    step.num = step.num + oracle.row_loss(c, doc, parts, ids, j, s, logits, state)
                     step.den += 1
                 right = ids[int(logits.argmax())] == label
                 step.rows += 1

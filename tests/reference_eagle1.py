@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference import Document, Step, attend, finish, frequencies, norm, project, soft_loss, sums, teacher
+from reference import Document, attend, finish, frequencies, norm, project, soft_loss, teacher
 from torch import Tensor
 
 Weights = dict[str, Tensor]
@@ -83,12 +83,3 @@ def row_loss(
     top = -(p[best] * log_q[best]).sum()
     distance = smooth_l1(state - feature(doc, goal, parts))
     return c.feature_weight * distance + c.token_weight * soft_loss(logits, full, ids) + c.topk_weight * top
-
-
-def losses(p: Weights, c: Any, docs: list[Document], parts: Any, ids: list[int]) -> list[Step]:
-    """Sums by step over all documents."""
-    return sums(
-        c, docs, parts, ids,
-        lambda doc: unroll(p, c, doc, parts, ids),
-        lambda doc, row, step, logits, state: row_loss(c, doc, parts, ids, row, step, logits, state),
-    )  # fmt: skip

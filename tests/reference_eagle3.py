@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference import Document, Step, attend, finish, frequencies, norm, project, soft_loss, sums, teacher
+from reference import Document, attend, finish, frequencies, norm, project, row_loss
 from torch import Tensor
 
+__all__ = ["draft", "row_loss", "unroll"]
 Weights = dict[str, Tensor]
 
 
@@ -67,19 +68,3 @@ def draft(p: Weights, c: Any, doc: Document, parts: Any, ids: list[int], row: in
         hidden = finish(p, c, hidden, attend(c, q, torch.stack(keys), torch.stack(values)), "layer.")
         out.append(read_out(p, c, hidden))
     return out
-
-
-def row_loss(
-    c: Any, doc: Document, parts: Any, ids: list[int], row: int, step: int, logits: Tensor, state: Any
-) -> Tensor:
-    """Cross-entropy against the target's law over the draft vocabulary."""
-    return soft_loss(logits, teacher(doc, row + 1 + step, parts), ids)
-
-
-def losses(p: Weights, c: Any, docs: list[Document], parts: Any, ids: list[int]) -> list[Step]:
-    """Sums by step over all documents."""
-    return sums(
-        c, docs, parts, ids,
-        lambda doc: unroll(p, c, doc, parts, ids),
-        lambda doc, row, step, logits, state: row_loss(c, doc, parts, ids, row, step, logits, state),
-    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference import Document, Step, norm, sums
+from reference import Document, norm
 from torch import Tensor
 
 Weights = dict[str, Tensor]
@@ -36,12 +36,3 @@ def row_loss(
 ) -> Tensor:
     """Cross-entropy of the text's own token."""
     return -torch.log_softmax(logits, 0)[ids.index(doc.tokens[row + 2 + step])]
-
-
-def losses(p: Weights, c: Any, docs: list[Document], parts: Any, ids: list[int]) -> list[Step]:
-    """Sums by step over all documents."""
-    return sums(
-        c, docs, parts, ids,
-        lambda doc: unroll(p, c, doc, parts, ids),
-        lambda doc, row, step, logits, state: row_loss(c, doc, parts, ids, row, step, logits, state),
-    )  # fmt: skip

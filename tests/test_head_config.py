@@ -119,8 +119,8 @@ def test_a_config_comes_from_the_target(rope: dict[str, Any]) -> None:
     assert (config.draft_vocab_size, config.draft_vocab_sha256) == (4, VOCAB.sha256)
     head = head_family("eagle3").head(config, VOCAB)
     want, scale = frequencies({k: v for k, v in rope.items() if k != "partial_rotary_factor"}, 10)
-    torch.testing.assert_close(head.inv_freq.double(), want, rtol=1e-6, atol=0)
-    assert head.rope_scaling == scale
+    torch.testing.assert_close(head.layer.inv_freq.double(), want, rtol=1e-6, atol=0)
+    assert head.layer.rope_scaling == scale
     with pytest.raises(DraftsmithError, match="unknown key 'depth'"):
         eagle3_config(target, VOCAB, **identity, trained_length=9, depth=2)
 

@@ -36,10 +36,10 @@ def test_the_last_layer_is_read_from_the_checkpoint_and_copied(
     last = load_layer(tiny_folder, tiny_target.n_layers - 1)
     h = tiny_target.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
-        assert torch.equal(getattr(head, name).weight[:, h:], last[f"self_attn.{name}.weight"])
-        assert not getattr(head, name).weight[:, :h].eq(0).all()
+        assert torch.equal(getattr(head.layer, name).weight[:, h:], last[f"self_attn.{name}.weight"])
+        assert not getattr(head.layer, name).weight[:, :h].eq(0).all()
     for name in ("gate_proj", "up_proj", "down_proj"):
-        assert torch.equal(getattr(head, name).weight, last[f"mlp.{name}.weight"])
+        assert torch.equal(getattr(head.layer, name).weight, last[f"mlp.{name}.weight"])
     assert torch.equal(head.lm_head.weight, parts.lm_head[head.vocab.target_ids])
     assert torch.equal(head.norm, parts.norm_weight)
 
@@ -50,7 +50,7 @@ def test_another_shape_starts_at_random_and_says_why(head: Eagle3Head, tiny_fold
     said = head.initialise(dataclasses.replace(parts, last_layer=odd), torch.Generator().manual_seed(0))
     assert said.startswith("random start")
     assert "mlp.up_proj.weight" in said
-    assert not torch.equal(head.gate_proj.weight, parts.last_layer["mlp.gate_proj.weight"])
+    assert not torch.equal(head.layer.gate_proj.weight, parts.last_layer["mlp.gate_proj.weight"])
 
 
 def test_the_start_is_a_function_of_the_seed(head: Eagle3Head, tiny_folder: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_start_is_a_function_of_the_seed(head: Eagle3Head, tiny_folder: Path
     states = []
     for seed in (0, 0, 1):
         head.initialise(parts, torch.Generator().manual_seed(seed))
-        states.append(head.q_proj.weight.detach().clone())
+        states.append(head.layer.q_proj.weight.detach().clone())
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
 
