@@ -35,7 +35,7 @@ GATES: dict[str, dict[str, Any]] = {
     "eagle1": {"head": {"options": {"noise": 0.0, "token_weight": 1.0}}, "train": {"lr_matrix": 0.008}},
     "hass": {"head": {"options": {"noise": 0.0}}, "train": {"lr_matrix": 0.008}},
     "medusa1": {},
-    "hydra": {},
+    "hydra": {"train": {"steps": 60, "validate_every": 60, "save_every": 60}},
     "medusa2": {},
 }
 
