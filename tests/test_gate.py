@@ -36,7 +36,10 @@ GATES: dict[str, dict[str, Any]] = {
     "hass": {"head": {"options": {"noise": 0.0}}, "train": {"lr_matrix": 0.008}},
     "medusa1": {},
     "hydra": {"train": {"steps": 60, "validate_every": 60, "save_every": 60}},
-    "medusa2": {},
+    "medusa2": {  # a joint step runs the target three times over
+        "head": {"options": {"heads_first": 0.85}},
+        "train": {"steps": 60, "validate_every": 60, "save_every": 60},
+    },
 }
 
 
