@@ -255,8 +255,8 @@ class DraftHead(nn.Module, abc.ABC):
         """
         supervised = self.supervised_rows(batch, steps)
         rows = supervised[0].nonzero().flatten()
-        teacher_states = parts.normed(batch.last)
-        with torch.no_grad():
+        with torch.no_grad():  # a target that is trained, too, learns nothing from being the teacher
+            teacher_states = parts.normed(batch.last)
             teacher = None if self.hard_labels else self._teacher(teacher_states, parts)
         stats = []
         kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)

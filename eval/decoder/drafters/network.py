@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ....errors import DraftsmithError
 from ....heads.base import Cache, DraftHead, TargetParts
+from ....heads.config import LayerConfig
 from ....heads.linear import can_pack, pack_linears
 from ..sampling import Draws
 from ..search import Shape
 from ..types import Drafter, HostStep, TokenTree, Verdict, clock
 
 # A prompt is read in pieces of so many rows, and fewer where rows x cached rows would make a larger mask than this.
-_MOST_ROWS, _MOST_MASK = 512, 1 << 19
+_MOST_ROWS, _MOST_MASK = 512, 1 << 21
 
 
 class NetworkDrafter(Drafter):
@@ -117,7 +118,9 @@ class HeadDrafter(NetworkDrafter):
         n = len(aux)
         self.cache.lengths[slot] = 0
         view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one])
-        rows = max(1, min(_MOST_ROWS, _MOST_MASK // n))
+        config = self.head.config
+        masks = config.num_attention_heads // config.num_key_value_heads if isinstance(config, LayerConfig) else 1
+        rows = max(1, min(_MOST_ROWS, _MOST_MASK // (masks * n)))
         for at in range(0, n, rows):
             positions = torch.arange(at, min(at + rows, n), device=aux.device)
             valid = torch.full((1,), len(positions), device=aux.device)
@@ -172,9 +175,6 @@ class HeadDrafter(NetworkDrafter):
 
 def _accepted(states: Tensor, tree: TokenTree, verdict: Verdict) -> Tensor:
     """Rows [B, P, F] of the accepted path of states [B, N, F]."""
-    path = verdict.path
-    return (
-        states[:, : path.shape[1]]
-        if tree.is_chain
-        else states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
-    )
+    if tree.is_chain:
+        return states[:, : verdict.path.shape[1]]
+    return states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[-1]))
