@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from . import alignment, losses
+from ..errors import DraftsmithError
+from . import alignment, objectives
 from .config import HeadConfig
+from .losses import HiddenTeacher, LossRows, TopKTeacher, mixed_losses, step_stats
+from .losses import StepStats as StepStats
 from .vocab import DraftVocab
 
 
@@ -33,9 +36,11 @@ class Batch:
         documents: [T] int64, ascending document number; rows of different documents never see each other.
         positions: [T] int64, position inside the document, from 0.
         features: [T, A*H] aux states of the target in layer order, pre-norm.
-        last: [T, H] state n of the target, before the final norm: the teacher's input.
+        last: [T, H] state n of the target, before the final norm: the teacher's input; None where the teacher is top-k.
         seed: of whatever is random in this batch's losses (input noise): fixed by the batch's place in the plan, so
             that neither ranks nor a resumption change it; None = nothing is random.
+        topk_ids, topk_logprobs: [T, k] the target's likeliest tokens after each token and their log-probabilities over
+            the whole vocabulary, where `last` is None.
     """
 
     tokens: Tensor
@@ -43,8 +48,10 @@ class Batch:
     documents: Tensor
     positions: Tensor
     features: Tensor
-    last: Tensor
+    last: Tensor | None
     seed: int | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """Move all tensors; only the states change their dtype."""
@@ -54,8 +61,10 @@ class Batch:
             self.documents.to(device),
             self.positions.to(device),
             self.features.to(device, dtype),
-            self.last.to(device, dtype),
+            None if self.last is None else self.last.to(device, dtype),
             self.seed,
+            None if self.topk_ids is None else self.topk_ids.to(device),
+            None if self.topk_logprobs is None else self.topk_logprobs.to(device),
         )
 
 
@@ -94,29 +103,6 @@ class TargetParts:
 
 
 @dataclass
-class StepStats:
-    """Sums over the rows of one unrolled step; all tensors are scalars on the batch's device.
-
-    Attributes:
-        num: differentiable loss sum over the supervised rows inside the draft vocabulary.
-        den: their count.
-        rows: supervised rows, tokens outside the draft vocabulary included.
-        hits: rows whose first guess is the text's token.
-        reached: rows whose guesses at all earlier steps were right, too (denominator of the conditional acceptance).
-        kept: rows whose guesses up to and including this step are right.
-        overlap: sum of min(p, q) over the rows, p of the full vocabulary; only when asked for.
-    """
-
-    num: Tensor
-    den: Tensor
-    rows: Tensor
-    hits: Tensor
-    reached: Tensor
-    kept: Tensor
-    overlap: Tensor | None = None
-
-
-@dataclass
 class Cache:
     """A head's own K/V: [B, Hk, S, D] each, with `lengths` [B] committed rows; draft rows lie behind them."""
 
@@ -151,7 +137,9 @@ class DraftHead(nn.Module, abc.ABC):
         vocab: the draft vocabulary whose hash the config holds.
 
     Attributes:
-        hard_labels: trained on the text's own tokens; else on the target's distribution over the draft vocabulary.
+        hard_labels: the family's own objective is the text's own tokens; else the target's distribution over the draft
+            vocabulary.
+        objective: weights of what is learnt (see `objectives`): the family's own, until `learn` says otherwise.
         most_depth: deepest draft that the head can make; None = it drafts from its own drafts without end.
         state_width: width of the recycled state behind a committed row.
     """
@@ -162,6 +150,7 @@ class DraftHead(nn.Module, abc.ABC):
         super().__init__()
         self.config = config
         self.vocab = vocab
+        self.objective = {"ce" if self.hard_labels else "soft_ce": 1.0}
         self.target_ids: Tensor
         self.draft_ids: Tensor
         self.register_buffer("target_ids", vocab.target_ids.clone(), persistent=False)
@@ -244,43 +233,53 @@ class DraftHead(nn.Module, abc.ABC):
 
     # --- training: the same for every family -----------------------------------------------------------------------
 
+    def learn(self, objective: Mapping[str, float]) -> None:
+        """Lay weights of objectives over those that the head has; 0 takes one out. A feature loss stays as it is.
+
+        Raises:
+            DraftsmithError: see `objectives.checked`.
+        """
+        self.objective = objectives.checked({**self.objective, **objective})
+
     def losses(
-        self, batch: Batch, parts: TargetParts, *, overlap: bool = False, steps: int | None = None
+        self,
+        batch: Batch,
+        parts: TargetParts,
+        *,
+        overlap: bool = False,
+        steps: int | None = None,
+        scales: Sequence[float] | None = None,
     ) -> list[StepStats]:
         """Teacher-forced sums of all unrolled steps; see alignment.py for which row predicts what.
 
         Args:
-            overlap: also sum min(p, q).
+            overlap: also sum min(p, q), and keep which rows are right.
             steps: how many; None = as many as are trained.
+            scales: see `losses.mixed_losses`.
         """
         supervised = self.supervised_rows(batch, steps)
         rows = supervised[0].nonzero().flatten()
         with torch.no_grad():  # a target that is trained, too, learns nothing from being the teacher
-            teacher_states = parts.normed(batch.last)
-            teacher = None if self.hard_labels else self._teacher(teacher_states, parts)
-        stats = []
-        kept = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        for s, found in enumerate(self.unroll(batch, parts, rows, len(supervised))):
-            counted = supervised[s][rows]
+            states = None if batch.last is None else parts.normed(batch.last)
+            teacher = self._teacher(batch, states, parts)
+        places = []  # known before the steps run, so that a device isn't waited for between them
+        for s, counted in enumerate(supervised):
             labels = self.draft_ids[batch.tokens[inside(alignment.label_index(rows, s), batch)]]
-            teacher_rows = inside(alignment.teacher_index(rows, s), batch)
-            in_loss = counted & (labels >= 0)
-            weight = found.weight.to(found.readout.dtype)
-            if teacher is None:
-                num, guesses = losses.cross_entropy(found.readout, weight, labels, in_loss)
-            else:
-                num, guesses = losses.soft_cross_entropy(found.readout, weight, teacher, teacher_rows, in_loss)
-            extra = self.feature_loss(found, teacher_states, teacher_rows, in_loss)
-            reached, right = kept & counted, (guesses == labels) & counted
-            kept = kept & right
-            shared = None
+            in_loss = counted[rows] & (labels >= 0)
+            at = in_loss.nonzero().flatten()
+            places.append((at, in_loss, labels[at], inside(alignment.teacher_index(rows, s), batch)))
+        chosen: list[LossRows] = []
+        extras, overlaps = [], []
+        for s, found in enumerate(self.unroll(batch, parts, rows, len(supervised))):
+            at, in_loss, labels, teacher_rows = places[s]
+            chosen.append(LossRows(at, found.readout[at], found.weight, labels, teacher_rows[at]))
+            extras.append(None if states is None else self.feature_loss(found, states, teacher_rows, in_loss))
             if overlap:
-                chosen = counted.nonzero().flatten()
-                goals = teacher_states[teacher_rows[chosen]]
-                shared = losses.overlap(found.readout[chosen], weight, goals, parts.lm_head, self.target_ids)
-            sums = (in_loss.sum(), counted.sum(), right.sum(), reached.sum(), kept.sum())
-            stats.append(StepStats(num if extra is None else num + extra, *sums, shared))
-        return stats
+                seen, weight = supervised[s][rows].nonzero().flatten(), found.weight.to(found.readout.dtype)
+                overlaps.append(teacher.overlap(found.readout[seen], weight, teacher_rows[seen]))
+        sums, guesses = mixed_losses(chosen, self.objective, teacher, self.teacher_weights, scales)
+        nums = [num if extra is None else num + extra for num, extra in zip(sums.unbind(), extras, strict=True)]
+        return step_stats(nums, [x[rows] for x in supervised], chosen, guesses, overlaps)
 
     def feature_loss(self, found: Unrolled, goals: Tensor, rows: Tensor, in_loss: Tensor) -> Tensor | None:
         """Loss on the predicted feature, summed over the rows that are in the loss; None where a family has none.
@@ -327,9 +326,28 @@ class DraftHead(nn.Module, abc.ABC):
             ranks[s, rows] = torch.where(hit.any(1), hit.int().argmax(1), -1)
         return ranks, torch.stack(supervised)
 
-    def _teacher(self, states: Tensor, parts: TargetParts) -> Tensor:
-        logits = states @ parts.lm_head[self.target_ids].to(states.dtype).t()
-        return self.teacher_weights(torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), -1))
+    def _teacher(self, batch: Batch, states: Tensor | None, parts: TargetParts) -> HiddenTeacher | TopKTeacher:
+        if states is not None:
+            return HiddenTeacher(states, parts.lm_head, self.target_ids)
+        self.require_states("none of them")
+        if batch.topk_ids is None or batch.topk_logprobs is None:
+            raise ValueError("a batch needs the target's last states or its top-k tokens")
+        return TopKTeacher(batch.topk_ids, batch.topk_logprobs, self.draft_ids, len(self.vocab))
+
+    def require_states(self, found: str) -> None:
+        """Refuse training data without the target's last states, where the head or its loss reads them.
+
+        Args:
+            found: what the data holds instead.
+
+        Raises:
+            DraftsmithError: the head reads them.
+        """
+        if self.needs.last or type(self).feature_loss is not DraftHead.feature_loss:
+            raise DraftsmithError(
+                f"heads of family {self.config.family!r} learn from the target's last states, and the features hold "
+                f"{found}: collect them with collect.teacher = 'hidden'"
+            )
 
     def supervised_rows(self, batch: Batch, steps: int | None = None) -> list[Tensor]:
         """One bool [T] per step; the rows that count in acceptance."""

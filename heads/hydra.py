@@ -28,7 +28,7 @@ from .base import Batch, Cache, DraftHead, TargetParts, Unrolled, rms_norm
 from .config import HeadConfig, LayerConfig, layer_values, require, target_values
 from .layer import DecoderLayer, last_valid, read_embeds
 from .registry import Family
-from .unrolled import attend, lay_out, to_documents
+from .unrolled import attend, lay_out
 from .vocab import DraftVocab
 
 # What the family's formulas fix; a config that says otherwise belongs to another head.
@@ -163,7 +163,7 @@ class HydraHead(DraftHead):
         layout = lay_out(batch, rows)
         f = self.inputs(batch.features, batch.last, parts).to(self.norm.dtype)
         q, k, v = self.layer.project(self._enter(f), batch.positions)
-        attended = attend(q[rows], to_documents(k, layout), to_documents(v, layout), [], [], layout)
+        attended = attend(q[rows], [k], [v], layout)
         z = self._leave(self.layer.finish(f[rows], attended.flatten(-2)))
         weights = list(self.lm_heads.parameters())
         for s in range(steps):

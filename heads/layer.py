@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import DraftsmithError
 from . import alignment
 from .base import Batch, Cache, DraftHead, TargetParts, Unrolled, inside, rms_norm
 from .config import HeadConfig, LayerConfig
-from .unrolled import attend, cached_attention, lay_out, to_documents, visible_rows
+from .unrolled import Layout, attend, cached_attention, lay_out, visible_rows
 from .vocab import DraftVocab
 
 
@@ -147,10 +148,14 @@ class RecurrentHead(DraftHead, abc.ABC):
     """A head with one decoder layer that reads its own states: see the module's formulas.
 
     Subclasses make `layer` and say what goes in and comes out.
+
+    Attributes:
+        checkpointing: in training keep only what goes from step to step, and run each step again in backward.
     """
 
     config: LayerConfig
     layer: DecoderLayer
+    checkpointing: bool = False
 
     def __init__(self, config: HeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -191,24 +196,47 @@ class RecurrentHead(DraftHead, abc.ABC):
         weight = self.output_weight(parts)
         inputs = self.noisy(self.inputs(batch.features, batch.last, parts), batch)
         hidden = self.fuse(inputs.to(self.layer.q_proj.weight.dtype))
-        everything = torch.arange(len(batch.tokens), device=rows.device)
-        x, residual = self.enter(read_embeds(batch, parts, everything, 0, hidden), hidden)
-        q, k, v = self.layer.project(x, batch.positions)
-        keys, values = to_documents(k, layout), to_documents(v, layout)
-        q, residual = q[rows], residual[rows]
-        own_k: list[Tensor] = []
-        own_v: list[Tensor] = []
-        for s in range(steps):
-            if s > 0:
-                x, residual = self.enter(read_embeds(batch, parts, rows, s, hidden), hidden)
-                q, k, v = self.layer.project(x, batch.positions[rows] + s)
-                own_k.append(k)
-                own_v.append(v)
-            attended = attend(q, keys, values, own_k, own_v, layout)
-            state = self.layer.finish(residual, attended.flatten(-2))
-            readout, recycled = self.leave(state)
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
+        for _ in range(steps):
+            arguments = (batch, parts, layout, hidden, keys, values)
+            if self.checkpointing and torch.is_grad_enabled():
+                # no step draws anything: there is no state of a generator to keep
+                found = checkpoint(self._step, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                found = self._step(*arguments)
+            readout, recycled, k, v = found
+            keys, values = (*keys, k), (*values, v)
             yield Unrolled(readout, weight, recycled)
             hidden = self.passed_on(recycled)
+
+    def _step(
+        self,
+        batch: Batch,
+        parts: TargetParts,
+        layout: Layout,
+        hidden: Tensor,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One unrolled step.
+
+        Args:
+            hidden: [T, H] at step 0, [R, H] after.
+            keys, values: of the steps before.
+
+        Returns:
+            readout and recycled state of the rows that run; the step's keys and values.
+        """
+        s, rows = len(keys), layout.rows
+        read = rows if s > 0 else torch.arange(len(batch.tokens), device=rows.device)
+        x, residual = self.enter(read_embeds(batch, parts, read, s, hidden), hidden)
+        q, k, v = self.layer.project(x, batch.positions[read] + s)
+        if s == 0:
+            q, residual = q[rows], residual[rows]
+        attended = attend(q, (*keys, k), (*values, v), layout)
+        readout, recycled = self.leave(self.layer.finish(residual, attended.flatten(-2)))
+        return readout, recycled, k, v
 
     def new_cache(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Cache:
         """See DraftHead."""

@@ -107,6 +107,7 @@ class MedusaHead(DraftHead):
 
     def unroll(self, batch: Batch, parts: TargetParts, rows: Tensor, steps: int) -> Iterator[Unrolled]:
         """See DraftHead: step s is head s; only a row's own state matters."""
+        assert batch.last is not None  # `needs` asks for it
         state = self.inputs(batch.features[rows], batch.last[rows], parts)
         for s in range(steps):
             lm_head = self.lm_heads[s]

@@ -66,13 +66,28 @@ def build_vocab(counts: Tensor, size: int, always: list[int] | None = None) -> t
     Returns:
         The vocabulary and its coverage: the share of counted tokens that it holds. Ties and unseen ids are filled in
         ascending id order, so equal counts give an equal vocabulary.
+
+    Raises:
+        DraftsmithError: nothing was counted; `always` holds ids outside 0..V-1, or more than `size`.
     """
     if counts.ndim != 1 or not int(counts.sum()):
         raise DraftsmithError("no supervised token was counted: the loss masks are empty, check the chat template")
-    size = min(size, len(counts))
+    size, special = min(size, len(counts)), sorted(set(always or []))
+    if special and not 0 <= special[0] <= special[-1] < len(counts):
+        raise DraftsmithError(f"the end-of-turn tokens {special} are not all among the target's {len(counts)} tokens")
+    if size < max(1, len(special)):
+        raise DraftsmithError(
+            f"a draft vocabulary of {size} tokens has no room for the end-of-turn tokens {special}: make "
+            "head.draft_vocab_size larger"
+        )
     ranked = counts.clone()
-    for token in always or []:
-        ranked[token] = torch.iinfo(torch.int64).max
+    ranked[special] = torch.iinfo(torch.int64).max
     order = torch.sort(ranked, descending=True, stable=True).indices[:size]
-    ids = torch.sort(order).values
-    return DraftVocab(ids, len(counts)), float(counts[ids].sum() / counts.sum())
+    vocab = DraftVocab(torch.sort(order).values, len(counts))
+    return vocab, float(coverage(counts, vocab))
+
+
+def coverage(counts: Tensor, vocab: DraftVocab) -> Tensor:
+    """Share of counted tokens that the vocabulary holds, fp64 [...], of counts [..., V]; 1 where none was counted."""
+    held, total = counts[..., vocab.target_ids].sum(-1), counts.sum(-1)
+    return torch.where(total > 0, held.double() / total.clamp(min=1), 1.0)

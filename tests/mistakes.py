@@ -6,6 +6,7 @@ catch each; `families.py` gives every family its table.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.eval.decoder.drafters.network import HeadDrafter
-from draftsmith.heads import alignment, hydra, layer
+from draftsmith.heads import alignment, hydra, layer, unrolled
 from draftsmith.heads.base import DraftHead, TargetParts, rms_norm
 from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle3 import Eagle3Head
@@ -95,33 +96,20 @@ def absolute_ids(patch: Patch) -> None:
 # --- of heads with a decoder layer ------------------------------------------------------------------------------------
 
 
-def relaid(patch: Patch, change: Callable[[Any, Any, Any], Any]) -> None:
-    """Layouts come from `change(lay_out, batch, rows)`, wherever a family lays out its rows."""
-    lay_out = layer.lay_out
-    for module in (layer, hydra):
-        patch.setattr(module, "lay_out", lambda batch, rows: change(lay_out, batch, rows))
-
-
 def later_keys(patch: Patch) -> None:
     """Attention without a mask."""
-
-    def open_mask(lay_out: Any, batch: Any, rows: Any) -> Any:
-        made = lay_out(batch, rows)
-        made.bias.zero_()
-        return made
-
-    relaid(patch, open_mask)
+    patch.setattr(unrolled, "_hide_later", lambda scores, rows, keys: None)
 
 
 def one_document(patch: Patch) -> None:
-    """The pack is attended as if it were a single text."""
+    """The pack is attended as if it were a single text, wherever a family lays out its rows."""
+    lay_out = layer.lay_out
 
-    def joined(lay_out: Any, batch: Any, rows: Any) -> Any:
-        n = len(batch.tokens)
-        merged = vars(batch) | {"documents": torch.zeros(n, dtype=torch.int64), "positions": torch.arange(n)}
-        return lay_out(type(batch)(**merged), rows)
+    def joined(batch: Any, rows: Any) -> Any:
+        return lay_out(dataclasses.replace(batch, documents=torch.zeros_like(batch.documents)), rows)
 
-    relaid(patch, joined)
+    for module in (layer, hydra):
+        patch.setattr(module, "lay_out", joined)
 
 
 def lost_rope(patch: Patch) -> None:
@@ -161,7 +149,7 @@ def rope_in_drafting(patch: Patch) -> None:
 def lost_diagonal(patch: Patch) -> None:
     """Rows don't see their own keys of later steps."""
     attend = layer.attend
-    patch.setattr(layer, "attend", lambda q, k, v, own_k, own_v, layout: attend(q, k, v, [], [], layout))
+    patch.setattr(layer, "attend", lambda q, keys, values, layout: attend(q, keys[:1], values[:1], layout))
 
 
 def detached_steps(patch: Patch) -> None:
