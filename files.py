@@ -7,7 +7,10 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,14 +64,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The caller writes a file or a folder there. A folder replaces an existing folder as a whole.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{_writer()}.part")
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         try:
             yield temporary
             if temporary.is_dir() and path.exists():
-                before = path.with_name(f".{path.name}.{os.getpid()}.before")
+                before = path.with_name(f".{path.name}.{_writer()}.before")
                 _remove(before)
                 os.replace(path, before)  # two renames: there is hardly a moment without a whole folder
                 os.replace(temporary, path)
@@ -79,19 +82,41 @@ def atomic_path(path: Path) -> Iterator[Path]:
             _remove(temporary)
 
 
+_STALE_S = 24 * 3600
+"""A half-written file of another machine, whose processes can't be seen from here, is left alone for a day."""
+
+
 def sweep(folder: Path) -> None:
     """Remove what killed processes left half-written in `folder`; living processes' files stay.
 
     A whole folder that was set aside when its replacement didn't arrive is put back.
     """
     for left in folder.glob(".*.*.*"):
-        name, pid, kind = left.name[1:].rsplit(".", 2)
-        if kind not in ("part", "before") or not pid.isdigit() or Path(f"/proc/{pid}").exists():
+        name, writer, kind = left.name[1:].rsplit(".", 2)
+        if kind not in ("part", "before") or _is_alive(writer, left):
             continue
         if kind == "before" and not (folder / name).exists():
             os.replace(left, folder / name)
         else:
             _remove(left)
+
+
+def _writer() -> str:
+    """This process in the name of a file that it writes: several machines may share the folder."""
+    return f"{_host()}-{os.getpid()}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", socket.gethostname()) or "host"
+
+
+def _is_alive(writer: str, left: Path) -> bool:
+    host, sign, pid = writer.rpartition("-")
+    if not sign or not pid.isdigit():
+        return True  # no file of ours
+    if host != _host():
+        return time.time() - left.lstat().st_mtime < _STALE_S
+    return Path(f"/proc/{pid}").exists()
 
 
 def _remove(path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .errors import DraftsmithError
 from .files import explain_os_errors, read_json, sha256_json, sweep, write_json
 
 MANIFEST = "manifest.json"
@@ -33,9 +34,16 @@ class Stage:
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def open(cls, folder: Path, name: str, version: int, identity: dict[str, Any]) -> Stage:
-        """Open `folder` for the stage `name` with these settings; creates it where needed."""
+    def open(cls, folder: Path, name: str, version: int, identity: dict[str, Any], rank: int = 0) -> Stage:
+        """Open `folder` for the stage `name` with these settings; creates it where needed.
+
+        Args:
+            rank: of several processes that share the folder only the first opens it; the others wait until it has.
+        """
         full = {"stage": name, "version": version, **identity}
+        if rank > 0:
+            _wait_for(folder / PLAN, full)
+            return cls(folder, full)
         with explain_os_errors(folder):
             _bring_back_or_set_aside(folder, full)
             folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +73,21 @@ class Stage:
             **record,
         }
         write_json(self.folder / MANIFEST, {"identity": self.identity, "record": observed})
+
+
+_PATIENCE_S = 600.0
+
+
+def _wait_for(plan: Path, identity: dict[str, Any]) -> None:
+    """Wait until rank 0 has opened the stage."""
+    until = time.monotonic() + _PATIENCE_S
+    while not (plan.exists() and read_json(plan) == identity):
+        if time.monotonic() > until:
+            raise DraftsmithError(
+                f"{plan.parent}: rank 0 has not opened this stage within {_PATIENCE_S / 60:.0f} min: is it running, "
+                "with the same settings, on the same file system?"
+            )
+        time.sleep(0.05)
 
 
 def _bring_back_or_set_aside(folder: Path, identity: dict[str, Any]) -> None:

@@ -1,27 +1,46 @@
-"""Stage `collect`: the target's states on every answered document, for the chunks that decoding did not record."""
+"""Stage `collect`: the target's states on every document, for the chunks that decoding did not record.
+
+Of several ranks each makes every world-th chunk; they meet in the file system alone, and rank 0 writes the index when
+all chunks are there. How one chunk is made: forward.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from ..errors import DraftsmithError
 from ..files import read_json
-from ..heads.base import Needs
 from ..heads.target import Target
 from ..manifest import Stage
-from ..progress import Progress, progress_bar, say
-from .chat import document
-from .layout import ANSWERS, FEATURES, AnswerRow, TargetInfo, answer_chunks, read_answers, stage_digest
-from .store import INDEX, ChunkMeta, Document, FeatureStore, build_index, read_header, write_chunk
+from ..progress import progress_bar, say
+from .budget import Budget
+from .chunk_file import Chunk, ChunkMeta
+from .forward import plan_forward, recorded_document, write_states
+from .index import INDEX, build_index
+from .layout import (
+    ANSWERS,
+    FEATURES,
+    PROMPTS,
+    DocumentRow,
+    TargetInfo,
+    answer_chunks,
+    prompt_chunks,
+    read_answers,
+    read_own_answers,
+    stage_digest,
+)
+from .store import FeatureStore
 
-VERSION = 1
+VERSION = 2
 NOT_FINITE_CAP = 0.001
 """Share of documents with NaN or infinite states above which the stage stops."""
+PATIENCE_S = 1800.0
+"""Rank 0 gives up when for so long no other rank has finished a chunk."""
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,116 +50,187 @@ class CollectSettings:
     Attributes:
         layer_ids: aux layers, ascending.
         token_budget: most tokens of a batch of the forward pass, padding included; shapes speed and memory only.
+        dtype, teacher, topk: what is stored; see ChunkMeta.
+        answers: whose answers the documents have: those that the target gave, or the data set's own.
     """
 
     layer_ids: tuple[int, ...]
     token_budget: int = 4096
+    dtype: Literal["bf16", "int8"] = "bf16"
+    teacher: Literal["hidden", "topk"] = "hidden"
+    topk: int = 64
+    answers: Literal["target", "dataset"] = "target"
 
 
-def collect(settings: CollectSettings, data: Path, info: TargetInfo, load_target: Callable[[], Target]) -> Stage:
-    """Bring `data/features` up to date with `data/answers`.
+@dataclass(frozen=True)
+class _Documents:
+    """Where documents come from: the stage's folder and name, its chunks, and how one is read."""
+
+    folder: str
+    command: str
+    chunks: Callable[[Path], list[Path]]
+    read: Callable[[Path], list[DocumentRow]]
+
+
+_DOCUMENTS = {
+    "target": _Documents(ANSWERS, "regenerate", answer_chunks, read_answers),
+    "dataset": _Documents(PROMPTS, "prepare", prompt_chunks, read_own_answers),
+}
+
+
+def collect(
+    settings: CollectSettings,
+    data: Path,
+    info: TargetInfo,
+    load_target: Callable[[], Target],
+    rank: int = 0,
+    world: int = 1,
+    minutes: float | None = None,
+) -> Stage:
+    """Bring `data/features` up to date with the documents.
 
     Args:
-        settings: which layers.
-        data: the data folder, with finished answers.
+        settings: which layers, in which form.
+        data: the data folder, with finished answers, or finished prompts where the data set's own are taken.
         info: the target, as `load_target` will load it.
-        load_target: called only when a chunk has no features yet.
+        load_target: called only when this rank has a chunk to make.
+        rank, world: this process among those that share the work; chunk i is rank i % world's.
+        minutes: time budget of each rank, earlier calls included; None makes all chunks. At least one chunk is made; a
+            later call with more goes on.
 
     Returns:
-        The finished stage; its record holds documents, tokens, answer_tokens, bytes, labels and documents left out.
+        The stage; finished by rank 0 alone. Its record holds documents, tokens, answer_tokens, bytes, labels, the
+        chunks that were planned, are there and were computed by this rank, and the ids of documents left out.
 
     Raises:
-        DraftsmithError: no answers; more than 0.1 % of the documents have states that are not finite.
+        DraftsmithError: no documents, one that the target can't read, or another rank that doesn't finish; more than
+            0.1 % of the documents have states that are not finite.
     """
-    answers = answer_chunks(data)
-    stage = features_stage(data, stage_digest(data / ANSWERS, "regenerate"), info, settings.layer_ids)
-    names = [path.stem for path in answers]
-    if not names:
-        raise DraftsmithError(f"{data / ANSWERS} holds no answers: run 'draftsmith regenerate' first")
-    if stage.manifest is not None and _up_to_date(stage.folder, names):
+    origin = _DOCUMENTS[settings.answers]
+    stage = features_stage(data, stage_digest(data / origin.folder, origin.command), info, settings, rank)
+    planned = origin.chunks(data)
+    if not planned:
+        raise DraftsmithError(f"{data / origin.folder} holds no documents: run 'draftsmith {origin.command}' first")
+    own = [path for path in planned[rank::world] if not _features(stage, path).exists()]
+    budget = Budget(stage.folder, minutes, {path.stem for path in own}, rank)
+    made = _fill(stage, own, origin.read, settings, info, load_target, budget)
+    if rank > 0:
         return stage
-    missing = [path for path in answers if not _features(stage, path).exists()]
-    if missing:
-        _fill(stage, missing, settings, load_target())
-    _check_dropped(stage, answers)
-    index = build_index(stage.folder, names, info.fingerprint, settings.layer_ids, stage.digest)
-    store = FeatureStore.open(stage.folder)
-    counts = store.label_counts("train")
-    record: dict[str, Any] = {
-        **store.totals(),
-        "chunks": len(names),
-        "chunks_computed_here": len(missing),
-        "labels": int(counts.sum()),
-        "distinct_labels": int((counts > 0).sum()),
-        "not_finite": [name for chunk in index["chunks"] for name in chunk["dropped"]],
-    }
-    stage.finish(**record)
-    say(
-        f"collect: {record['documents']:,} documents, {record['tokens']:,} tokens, "
-        f"{record['answer_tokens']:,} of them answers, {record['bytes'] / 1e9:.2f} GB"
-    )
+    _wait_for_others(stage, planned, world, budget)
+    there = [path.stem for path in planned if _features(stage, path).exists()]
+    if stage.manifest is None or not _up_to_date(stage.folder, there):
+        _finish(stage, there, len(planned), made, info, settings, minutes)
     return stage
 
 
-def features_stage(data: Path, answers_digest: str, info: TargetInfo, layer_ids: Sequence[int]) -> Stage:
-    """Open the features of these answers and layers; `regenerate` writes into the same folder while it decodes."""
-    identity = {"answers": answers_digest, "fingerprint": info.fingerprint, "layer_ids": list(layer_ids)}
-    return Stage.open(data / FEATURES, "collect", VERSION, identity)
+def features_stage(
+    data: Path, documents_digest: str, info: TargetInfo, settings: CollectSettings, rank: int = 0
+) -> Stage:
+    """Open the features of these documents; `regenerate` writes into the same folder while it decodes."""
+    identity = {
+        "documents": documents_digest,
+        "fingerprint": info.fingerprint,
+        "layer_ids": list(settings.layer_ids),
+        "dtype": settings.dtype,
+        "teacher": settings.teacher if settings.teacher == "hidden" else f"top {settings.topk}",
+    }
+    return Stage.open(data / FEATURES, "collect", VERSION, identity, rank)
 
 
-def chunk_meta(target: Target, layer_ids: Sequence[int]) -> ChunkMeta:
-    """Describe what this target's states of these layers are."""
-    return ChunkMeta(target.fingerprint, tuple(layer_ids), target.hidden_size, target.vocab_size)
+def chunk_meta(target: Target, settings: CollectSettings) -> ChunkMeta:
+    """Describe what is stored of this target's states."""
+    topk = min(settings.topk, target.vocab_size) if settings.teacher == "topk" else 0
+    return ChunkMeta(
+        target.fingerprint, settings.layer_ids, target.hidden_size, target.vocab_size, settings.dtype,
+        settings.teacher, topk,
+    )  # fmt: skip
 
 
-def plan_forward(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Return batches of row numbers for right-padded passes: sorted by length, at most `token_budget` with padding."""
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches: list[list[int]] = []
-    for i in order:
-        if batches and lengths[i] * (len(batches[-1]) + 1) <= token_budget:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
-
-
-def _fill(stage: Stage, missing: list[Path], settings: CollectSettings, target: Target) -> None:
-    meta = chunk_meta(target, settings.layer_ids)
+def _fill(
+    stage: Stage,
+    missing: list[Path],
+    read: Callable[[Path], list[DocumentRow]],
+    settings: CollectSettings,
+    info: TargetInfo,
+    load_target: Callable[[], Target],
+    budget: Budget,
+) -> int:
+    """Make the missing chunks that fit the budget; returns how many were made."""
+    target: Target | None = None
     with progress_bar("collect", None, "tokens") as bar:
         for number, path in enumerate(missing, 1):
+            rows = read(path)
+            tokens = sum(len(row.tokens) for row in rows)
+            if not budget.room_for(tokens):
+                return number - 1
+            target = target or load_target()
+            if target.fingerprint != info.fingerprint:
+                raise DraftsmithError(f"the target {target.id} changed since its documents were made: run again")
+            meta, started = chunk_meta(target, settings), time.monotonic()
+            if number == 1:
+                size = meta.row_bytes * tokens * len(missing) / 1e9
+                say(f"collect: {len(missing)} chunks to make, about {size:.2f} GB if they are like the first")
             bar.note(f"chunk {number} of {len(missing)}")
-            documents = _forward(read_answers(path), settings, target, bar)
-            for name in write_chunk(_features(stage, path), documents, meta):
+            for name in write_states(_features(stage, path), rows, target, meta, settings.token_budget, bar):
                 say(f"collect: the states of {name} are not finite: left out")
+            budget.add(path.stem, max(tokens, 1), time.monotonic() - started)
+    return len(missing)
 
 
-def _forward(rows: list[AnswerRow], settings: CollectSettings, target: Target, bar: Progress) -> list[Document]:
-    """Run the target over whole documents; returns them in the rows' order, without padding rows."""
-    pairs = [document(row.prompt, row.answer) for row in rows]
-    needs = Needs(settings.layer_ids, last=True)
-    found: dict[int, Document] = {}
-    for batch in plan_forward([len(tokens) - 1 for tokens, _ in pairs], settings.token_budget):
-        sizes = [len(pairs[i][0]) - 1 for i in batch]  # nothing reads the states of the last token
-        padded = torch.zeros(len(batch), max(sizes), dtype=torch.int64)
-        for line, (i, n) in enumerate(zip(batch, sizes, strict=True)):
-            padded[line, :n] = torch.tensor(pairs[i][0][:n])
-        aux, last = target.states(padded, needs)
-        assert last is not None
-        aux, last = aux.to("cpu", torch.bfloat16), last.to("cpu", torch.bfloat16)
-        for line, (i, n) in enumerate(zip(batch, sizes, strict=True)):
-            tokens, answer = torch.tensor(pairs[i][0]), torch.tensor(pairs[i][1])
-            found[i] = Document(rows[i].id, rows[i].split, tokens, answer, aux[line, :n], last[line, :n])
-        bar.advance(sum(sizes))
-    return [found[i] for i in range(len(rows))]
+def _wait_for_others(stage: Stage, planned: list[Path], world: int, budget: Budget) -> None:
+    """Wait until the chunks of all ranks are there, or the budget of all is spent."""
+    longest = max((c["seconds"] for c in budget.chunks), default=0.0)
+    spent = budget.before - 2 * longest  # a rank that began its last chunk in time may take longer for it
+    end = None if budget.minutes is None else budget.started + 60 * budget.minutes - spent
+    seen, changed = len(planned) + 1, time.monotonic()
+    while missing := [i for i in range(len(planned)) if i % world and not _features(stage, planned[i]).exists()]:
+        now = time.monotonic()
+        if end is not None and now > end:
+            return
+        first = f"{_features(stage, planned[missing[0]])} of rank {missing[0] % world}"
+        if len(missing) < seen:
+            if seen > len(planned):
+                say(f"collect: waiting for {len(missing)} chunks of other ranks, {first} for one")
+            seen, changed = len(missing), now
+        elif now - changed > PATIENCE_S:
+            raise DraftsmithError(
+                f"{first} and {len(missing) - 1} more chunks are missing, and none was finished for "
+                f"{PATIENCE_S / 60:.0f} minutes: is every rank running, on the same file system? What is finished is "
+                "kept: run the same command again"
+            )
+        time.sleep(_POLL_S)
 
 
-def _check_dropped(stage: Stage, answers: list[Path]) -> None:
-    documents, dropped = 0, []
-    for path in answers:
-        header, lengths = read_header(_features(stage, path))
-        documents += len(lengths) + len(header["dropped"])
-        dropped += header["dropped"]
+def _finish(
+    stage: Stage, names: list[str], planned: int, made: int, info: TargetInfo, settings: CollectSettings,
+    minutes: float | None,
+) -> None:  # fmt: skip
+    _check_dropped(stage, names)
+    index = build_index(stage.folder, names, info.fingerprint, settings.layer_ids, stage.digest)
+    store = FeatureStore.open(stage.folder)
+    counts = store.label_counts("train").sum(0)
+    record: dict[str, Any] = {
+        **store.totals(),
+        "chunks": len(names),
+        "chunks_planned": planned,
+        "chunks_computed_here": made,
+        "minutes": None if len(names) == planned else minutes,
+        "labels": int(counts.sum()),
+        "distinct_labels": int((counts > 0).sum()),
+        "not_finite": [chunk["ids"][i] for chunk in index["chunks"] for i in chunk["dropped"]],
+    }
+    stage.finish(**record)
+    rest = "" if len(names) == planned else f"; {planned - len(names)} chunks are left for a larger time budget"
+    say(
+        f"collect: {record['documents']:,} documents, {record['tokens']:,} tokens, "
+        f"{record['answer_tokens']:,} of them answers, {record['bytes'] / 1e9:.2f} GB{rest}"
+    )
+
+
+def _check_dropped(stage: Stage, names: list[str]) -> None:
+    chunks = [Chunk(stage.folder / f"{name}.safetensors", mapped=False) for name in names]
+    documents = sum(len(chunk.documents) for chunk in chunks)
+    dropped = [d[0] for chunk in chunks for d, finite in zip(chunk.documents, chunk.finite, strict=True) if not finite]
     if len(dropped) > NOT_FINITE_CAP * documents:
         raise DraftsmithError(
             f"{stage.folder}: the target's states are NaN or infinite on {len(dropped)} of {documents} documents "
@@ -150,11 +240,22 @@ def _check_dropped(stage: Stage, answers: list[Path]) -> None:
 
 
 def _up_to_date(folder: Path, names: list[str]) -> bool:
+    """Whether the index is that of these very chunks."""
     if not (folder / INDEX).exists():
         return False
-    chunks = {c["name"]: folder / f"{c['name']}.safetensors" for c in read_json(folder / INDEX)["chunks"]}
-    return list(chunks) == names and all(path.exists() for path in chunks.values())
+    noted = [(chunk["name"], chunk["seal"]) for chunk in read_json(folder / INDEX)["chunks"]]
+    return noted == [(name, Chunk(folder / f"{name}.safetensors", mapped=False).seal) for name in names]
 
 
-def _features(stage: Stage, answers: Path) -> Path:
-    return stage.folder / f"{answers.stem}.safetensors"
+def _features(stage: Stage, documents: Path) -> Path:
+    return stage.folder / f"{documents.stem}.safetensors"
+
+
+__all__ = [
+    "CollectSettings",
+    "chunk_meta",
+    "collect",
+    "features_stage",
+    "plan_forward",
+    "recorded_document",
+]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..errors import DraftsmithError
 from ..heads.base import Batch
@@ -61,23 +62,30 @@ def make_batch(store: FeatureStore, indices: Sequence[int], max_length: int) -> 
         max_length: most tokens of a document.
 
     Returns:
-        A batch with T = the documents' tokens; states are bf16.
+        A batch with T = the documents' tokens; states are bf16. With the target's likeliest tokens in place of `last`
+        where the store holds those.
     """
-    documents = [store.document(i) for i in indices]
-    lengths = [min(len(d.tokens), max_length) for d in documents]
-    total, width = sum(lengths), len(store.layer_ids) * store.hidden_size
-    features = torch.zeros(total, width, dtype=torch.bfloat16)
-    last = torch.zeros(total, store.hidden_size, dtype=torch.bfloat16)
-    start = 0
-    for d, n in zip(documents, lengths, strict=True):
-        features[start : start + n - 1] = d.features[: n - 1]
-        last[start : start + n - 1] = d.last[: n - 1]
-        start += n
+    documents = [store.document(i, max_length) for i in indices]
+    lengths = [len(d.tokens) for d in documents]
+    hidden = store.meta.teacher == "hidden"
+    topk = [d.topk for d in documents if d.topk is not None]
     return Batch(
-        tokens=torch.cat([d.tokens[:n] for d, n in zip(documents, lengths, strict=True)]),
-        answer=torch.cat([d.answer[:n] for d, n in zip(documents, lengths, strict=True)]),
+        tokens=torch.cat([d.tokens for d in documents]),
+        answer=torch.cat([d.answer for d in documents]),
         documents=torch.arange(len(indices)).repeat_interleave(torch.tensor(lengths)),
         positions=torch.cat([torch.arange(n) for n in lengths]),
-        features=features,
-        last=last,
+        features=_packed([d.features for d in documents], lengths, torch.bfloat16),
+        last=_packed([d.last for d in documents if d.last is not None], lengths, torch.bfloat16) if hidden else None,
+        topk_ids=None if hidden else _packed([ids for ids, _ in topk], lengths, torch.int64),
+        topk_logprobs=None if hidden else _packed([logs for _, logs in topk], lengths, torch.float32),
     )
+
+
+def _packed(rows: Sequence[Tensor], lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Put documents' rows one behind the other, with zeros for each one's last token."""
+    packed = torch.zeros(sum(lengths), rows[0].shape[1], dtype=dtype)
+    start = 0
+    for x, n in zip(rows, lengths, strict=True):
+        packed[start : start + n - 1] = x
+        start += n
+    return packed

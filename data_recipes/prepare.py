@@ -1,25 +1,30 @@
-"""Stage `prepare`: a recipe becomes prompts/prompts.jsonl, tokenised for the target."""
+"""Stage `prepare`: a recipe becomes prompts/chunk-NNNNN.jsonl, tokenised for the target.
+
+Which conversations a chunk holds follows from the recipe alone, before any is rendered. A stage that was killed reads
+and sieves them all again and renders the chunks that are not there; beside each chunk a small JSON file has its counts.
+"""
 
 from __future__ import annotations
 
-import collections
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import DraftsmithError
-from ..files import sha256_json
+from ..files import read_json, write_json
 from ..manifest import Stage
 from ..progress import progress_bar, say
-from .builtin import builtin_prompts, normalise
-from .chat import render_prompt
-from .conversation import Malformed, Prompt, duplicate_key
-from .layout import PROMPTS, PromptRow, TargetInfo, write_rows
-from .recipe import Recipe, SourceSpec
-from .sources import Census, open_source, source_identity
+from .candidates import Answers, Candidate, Mixture
+from .census import Census
+from .chat import ChatFormat
+from .layout import PROMPTS, TargetInfo, write_rows
+from .recipe import Recipe
+from .rows import Counts, Limits, render
 
-VERSION = 1
+VERSION = 2
+_COMMITS = "commits.json"
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,46 @@ class PrepareSettings:
 
     Attributes:
         max_prompt_tokens: longer prompts are left out; less where the target's context asks for it.
-        max_new_tokens: room that an answer needs in the target's context.
-        val_every: one prompt in so many is held out for validation.
+        max_new_tokens: room that an answer of the target needs in its context.
+        max_tokens: documents with their own answers are cut there, or where the target's context ends.
+        val_every: one conversation in so many is held out for validation.
         malformed_cap: share of malformed records of a source above which the stage stops.
+        chunk: conversations a chunk, the unit that is finished or not in every data stage.
+        answers: train on the "target"'s own answers, or on the "dataset"'s. Its conversations without an answer are
+            left out then.
+        template_kwargs: what the chat template is given beside the messages.
+        plain_text: the tokenizer has no chat template, and none is wanted.
     """
 
     max_prompt_tokens: int = 1024
     max_new_tokens: int = 256
+    max_tokens: int = 4096
     val_every: int = 25
     malformed_cap: float = 0.1
+    chunk: int = 128
+    answers: Answers = "target"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    plain_text: bool = False
+
+    def limits(self, info: TargetInfo) -> Limits:
+        """Return what rows are held to for this target.
+
+        Raises:
+            DraftsmithError: an answer leaves no room for a prompt.
+        """
+        prompt = min(self.max_prompt_tokens, info.max_positions - self.max_new_tokens)
+        if self.answers == "target" and prompt < 1:
+            raise DraftsmithError(
+                f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in the target's context of "
+                f"{info.max_positions} tokens: choose less"
+            )
+        return Limits(self.answers, prompt, min(self.max_tokens, info.max_positions), self.val_every)
+
+    def chat(self, info: TargetInfo, tokenizer: Any) -> ChatFormat:
+        """Return the target's format."""
+        return ChatFormat(
+            tokenizer, template_kwargs=self.template_kwargs, stop_ids=info.stop_ids, plain_text=self.plain_text
+        )
 
 
 def prepare(
@@ -52,125 +88,100 @@ def prepare(
         load_tokenizer: called only when there is work.
 
     Returns:
-        The finished stage; its record counts prompts, and what was left out by reason with places.
+        The finished stage; its record counts records by source, what was changed and dropped by reason with places,
+        and documents and tokens.
 
     Raises:
-        DraftsmithError: a source can't be read, too much of it is malformed, no prompt is left, no chat template.
+        DraftsmithError: a source can't be read, too much of it is malformed, nothing is left, no chat template.
     """
-    limit = min(settings.max_prompt_tokens, info.max_positions - settings.max_new_tokens)
-    if limit < 1:
-        raise DraftsmithError(
-            f"max_new_tokens {settings.max_new_tokens} leaves no room for a prompt in the target's context of "
-            f"{info.max_positions} tokens: choose less"
-        )
-    held_out = [p.text for split in ("heldout", "tuning") for p in builtin_prompts(split)]
-    stage = Stage.open(data / PROMPTS, "prepare", VERSION, {
-        "seed": recipe.seed,
-        "sources": [{**source_identity(s), "weight": s.weight, "limit": s.limit} for s in recipe.sources],
-        "held_out_sha256": sha256_json(held_out),
-        "tokenizer_sha256": info.tokenizer_sha256,
-        "max_prompt_tokens": limit,
-        "val_every": settings.val_every,
-    })  # fmt: skip
-    path = stage.folder / "prompts.jsonl"
-    if stage.manifest is not None and path.exists():
+    limits = settings.limits(info)
+    mixture = Mixture(recipe, settings.answers)
+    stage = Stage.open(data / PROMPTS, "prepare", VERSION, _identity(settings, limits, mixture, info))
+    if _is_done(stage):
         return stage
-    sieve = _Sieve(load_tokenizer(), limit, {normalise(text) for text in held_out})
-    censuses = [Census() for _ in recipe.sources]
-    with progress_bar("prepare", unit="prompts") as bar:
-        rows: list[PromptRow] = []
-        for prompt, tokens in _mix(recipe, censuses, settings.malformed_cap, sieve.tokens):
-            # the second of each group, so that the smallest data has one of each kind
-            split = "val" if len(rows) % settings.val_every == 1 % settings.val_every else "train"
-            rows.append(PromptRow(prompt.id, split, prompt.category, prompt.messages, tokens))
-            bar.advance()
-    if not rows:
-        raise DraftsmithError(f"recipe {recipe.name}: no prompt is left; left out: {dict(sieve.left_out)}")
-    write_rows(path, rows)
-    _report(recipe, censuses, sieve.left_out, len(rows))
-    stage.finish(
-        prompts=len(rows),
-        val=sum(row.split == "val" for row in rows),
-        tokens=sum(len(row.tokens) for row in rows),
-        left_out=dict(sorted(sieve.left_out.items())),
-        sources={s.source: c.to_dict() for s, c in zip(recipe.sources, censuses, strict=True)},
-        categories=dict(sorted(collections.Counter(row.category for row in rows).items())),
-    )
+    commits = _commits(stage.folder, mixture)
+    chat = settings.chat(info, load_tokenizer())
+    counts = Counts()
+    made = 0
+    with progress_bar("prepare", unit="conversations") as bar:
+        for chunk in chunks(mixture.candidates(commits, settings.malformed_cap), settings.chunk):
+            counts.merge(_rendered(stage.folder, made, chunk, chat, limits))
+            made += 1
+            bar.advance(len(chunk))
+    censuses = merged(mixture, counts)
+    for name, census in censuses.items():
+        for line in census.lines():
+            say(f"prepare: {name}: {line}")
+    if not counts.totals["conversations"]:
+        lines = [line for census in censuses.values() for line in census.lines()]
+        raise DraftsmithError(f"recipe {recipe.name}: no conversation is left: {'; '.join(lines)}")
+    for name, census in censuses.items():
+        census.check(mixture.specs[name].source, settings.malformed_cap)
+    say(f"prepare: {counts.totals['conversations']:,} conversations, {counts.totals['tokens']:,} tokens")
+    stage.finish(chunks=made, **record(counts, censuses))
     return stage
 
 
-class _Sieve:
-    """Tokenises prompts and lets through those that are new, short enough and not held out."""
-
-    def __init__(self, tokenizer: Any, limit: int, held_out: set[str]) -> None:
-        self.tokenizer, self.limit, self.held_out = tokenizer, limit, held_out
-        self.seen: set[str] = set()
-        self.left_out: collections.Counter[str] = collections.Counter()
-
-    def tokens(self, prompt: Prompt) -> list[int] | None:
-        key = duplicate_key(prompt.messages)
-        if key in self.seen:
-            self.left_out["duplicates"] += 1
-            return None
-        self.seen.add(key)
-        if normalise(prompt.text) in self.held_out:
-            self.left_out["in the held-out or tuning prompts"] += 1
-            return None
-        try:
-            tokens = render_prompt(self.tokenizer, prompt.messages)
-        except Malformed as reason:
-            self.left_out[str(reason)] += 1
-            return None
-        if len(tokens) > self.limit:
-            self.left_out[f"longer than {self.limit} tokens"] += 1
-            return None
-        return tokens
+def chunks(candidates: Iterator[Candidate], size: int) -> Iterator[list[Candidate]]:
+    """Yield the conversations in lists of `size`; the last may be shorter."""
+    while chunk := list(itertools.islice(candidates, size)):
+        yield chunk
 
 
-def _mix(
-    recipe: Recipe, censuses: list[Census], cap: float, sift: Callable[[Prompt], list[int] | None]
-) -> Iterator[tuple[Prompt, list[int]]]:
-    """Take prompts from the sources in proportion to their weights, so that any first part has the same mixture."""
-    opened = [
-        _sifted(open_source(spec, recipe.seed, census, cap), sift)
-        for spec, census in zip(recipe.sources, censuses, strict=True)
-    ]
-    taken = [0] * len(opened)
-    active = list(range(len(opened)))
-
-    def behind(i: int) -> float:
-        return (taken[i] + 1) / recipe.sources[i].weight
-
-    while active:
-        i = min(active, key=behind)
-        found = None if _full(recipe.sources[i], taken[i]) else next(opened[i], None)
-        if found is None:
-            active.remove(i)
-            continue
-        taken[i] += 1
-        yield found
-    # a source that its limit stopped never came to its own check
-    for spec, census in zip(recipe.sources, censuses, strict=True):
-        census.check(spec.source, cap)
+def merged(mixture: Mixture, counts: Counts) -> dict[str, Census]:
+    """Return what became of each source's records, from reading and from rendering."""
+    for name, census in mixture.censuses.items():
+        census.merge(counts.census(name))
+    return mixture.censuses
 
 
-def _sifted(
-    prompts: Iterator[Prompt], sift: Callable[[Prompt], list[int] | None]
-) -> Iterator[tuple[Prompt, list[int]]]:
-    for prompt in prompts:
-        tokens = sift(prompt)
-        if tokens is not None:
-            yield prompt, tokens
+def record(counts: Counts, censuses: dict[str, Census]) -> dict[str, Any]:
+    """Return the JSON form of all counts."""
+    return {
+        **{key: value for key, value in counts.to_dict().items() if key != "sources"},
+        "supervised_share": round(counts.totals["supervised_tokens"] / max(counts.totals["tokens"], 1), 4),
+        "sources": {name: census.to_dict() for name, census in censuses.items()},
+    }
 
 
-def _full(source: SourceSpec, taken: int) -> bool:
-    return source.limit is not None and taken >= source.limit
+def _identity(settings: PrepareSettings, limits: Limits, mixture: Mixture, info: TargetInfo) -> dict[str, Any]:
+    own = {"max_tokens": limits.tokens, "stop_ids": list(info.stop_ids)}
+    return {
+        **mixture.identity(),
+        "tokenizer_sha256": info.tokenizer_sha256,
+        "template_kwargs": settings.template_kwargs,
+        "plain_text": settings.plain_text,
+        "val_every": settings.val_every,
+        "chunk": settings.chunk,
+        **({"max_prompt_tokens": limits.prompt_tokens} if settings.answers == "target" else own),
+    }
 
 
-def _report(recipe: Recipe, censuses: list[Census], left_out: collections.Counter[str], kept: int) -> None:
-    for source, census in zip(recipe.sources, censuses, strict=True):
-        for line in census.lines():
-            say(f"prepare: {source.source}: malformed: {line}")
-    for reason, count in left_out.most_common():
-        say(f"prepare: left out {count}: {reason}")
-    say(f"prepare: {kept:,} prompts")
+def _is_done(stage: Stage) -> bool:
+    if stage.manifest is None:
+        return False
+    return all(path.exists() for i in range(stage.manifest["record"]["chunks"]) for path in _paths(stage.folder, i))
+
+
+def _commits(folder: Path, mixture: Mixture) -> dict[str, str]:
+    """The datasets' commits: those that an earlier call of this stage began with."""
+    path = folder / _COMMITS
+    if not path.exists():
+        write_json(path, mixture.commits())
+    commits: dict[str, str] = read_json(path)
+    return commits
+
+
+def _rendered(folder: Path, number: int, chunk: list[Candidate], chat: ChatFormat, limits: Limits) -> Counts:
+    """Render a chunk where it isn't there yet; returns its counts."""
+    rows_path, counts_path = _paths(folder, number)
+    if rows_path.exists() and counts_path.exists():
+        return Counts.from_dict(read_json(counts_path))
+    rows, counts = render(chunk, chat, limits)
+    write_rows(rows_path, rows)
+    write_json(counts_path, counts.to_dict())
+    return counts
+
+
+def _paths(folder: Path, number: int) -> tuple[Path, Path]:
+    return folder / f"chunk-{number:05d}.jsonl", folder / f"chunk-{number:05d}.json"

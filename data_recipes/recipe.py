@@ -6,12 +6,13 @@ import functools
 import hashlib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import DraftsmithError
+from .records import SUFFIXES
 
 
 class SourceSpec(BaseModel):
@@ -20,13 +21,26 @@ class SourceSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     source: str = Field(min_length=1)
-    """`builtin`, `hf:<dataset>[:<config>[:<split>]]`, or a file or folder of conversations."""
+    """`builtin`, a name of `configs/sources.yaml`, `hf:<dataset>[:<config>[:<split>]]`, or a file or folder."""
     revision: str | None = None
-    """Commit of an `hf:` dataset; None takes the newest and notes it in the manifest's record."""
+    """Commit of a dataset on the hub; None takes the newest and notes it in the manifest's record."""
     weight: float = Field(default=1.0, gt=0, strict=False)
     """Share of the mixture, against the other sources' weights."""
     limit: int | None = Field(default=None, ge=1)
-    """At most so many prompts of this source."""
+    """At most so many conversations of this source."""
+
+
+class Filters(BaseModel):
+    """Which conversations are kept. What a user asks again word for word is always a duplicate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    near_duplicates: float | None = Field(default=0.8, gt=0, le=1, strict=False)
+    """Jaccard similarity of what users ask, in 5-word shingles, from which on it is a duplicate; null: equal only."""
+    media: Literal["refuse", "text"] = "refuse"
+    """Conversations with images, audio or video: refused (counted as malformed), or their text is kept."""
+    keep_out: list[str] = []
+    """Files or folders of evaluation prompts, beside the built-in ones; conversations that hold one are left out."""
 
 
 class TourComparison(BaseModel):
@@ -60,14 +74,11 @@ class Recipe(BaseModel):
 
     name: str
     seed: int = 0
-    """Seeds the order of prompts within files and datasets."""
+    """Seeds the order of records within files and datasets."""
     sources: list[SourceSpec] = Field(min_length=1)
+    filters: Filters = Filters()
     tour: Tour | None = None
     """What `draftsmith tour` does with these prompts; other commands don't read it."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return what decides which prompts come out."""
-        return self.model_dump(exclude={"name", "tour"})
 
 
 def recipe_names() -> list[str]:
@@ -107,11 +118,16 @@ def recipe_from_path(path: Path) -> Recipe:
     path = path.expanduser().resolve()
     if not path.exists():
         raise DraftsmithError(
-            f"{path} does not exist: DATA (--data) takes a file or folder of JSON or JSONL conversations"
+            f"{path} does not exist: DATA (--data) takes a file or folder of conversations ({', '.join(SUFFIXES)})"
         )
     stem = path.name.split(".")[0] or "data"
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     return Recipe(name=f"{stem}-{digest}", sources=[SourceSpec(source=str(path))])
+
+
+def recipe_of_source(source: str) -> Recipe:
+    """Return the recipe of one source alone, called as a recipe calls it (see SourceSpec)."""
+    return Recipe(name="source", sources=[SourceSpec(source=source)])
 
 
 @functools.cache

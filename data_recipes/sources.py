@@ -1,249 +1,217 @@
-"""Where prompts come from: the built-in ones, files of conversations, datasets on the hub."""
+"""Where conversations come from: the built-in prompts, files, datasets on the hub, and those that have a name."""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import functools
-import gzip
-import hashlib
-import json
 import random
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import yaml
 
 from ..errors import DraftsmithError
 from ..files import sha256_file, sha256_json
 from ..heads.resolve import _hub_answers
-from . import builtin
-from .conversation import Malformed, Prompt, first_prompt, parse_conversation
-from .recipe import SourceSpec
+from .builtin import builtin_prompts
+from .records import SUFFIXES, Record, read_records, record_files
 
-_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-_EXAMPLES = 3
-_SHUFFLE_ROWS = 10_000
-_SPACE = re.compile(r"\s*")
-_COMMA = re.compile(r"\s*,?\s*")
-
-Record = tuple[str, Any]
-"""Where a record stands ("file:line") and its parsed JSON, or the `Malformed` that reading it gave."""
+BUILTIN, HUB = "builtin", "hf:"
+_WINDOW = 10_000
 
 
-class Census:
-    """Counts of records read and of those that gave no prompt, by reason, with a few places each."""
+class Source(Protocol):
+    """One source of records."""
 
-    def __init__(self) -> None:
-        self.read = 0
-        self.revision: str | None = None  # the commit of a dataset on the hub
-        self.malformed: collections.Counter[str] = collections.Counter()
-        self.examples: dict[str, list[str]] = {}
+    @property
+    def label(self) -> str:
+        """A short name, for ids and counts."""
 
-    def refuse(self, where: str, reason: str) -> None:
-        """Count one record that gave no prompt."""
-        self.malformed[reason] += 1
-        places = self.examples.setdefault(reason, [])
-        if len(places) < _EXAMPLES:
-            places.append(where)
+    def identity(self) -> dict[str, Any]:
+        """Return what names the content: hashes of files and built-in prompts, the asked-for commit of a dataset."""
 
-    def check(self, source: str, cap: float) -> None:
-        """Raise a `DraftsmithError` where more than the share `cap` of the records is malformed."""
-        bad = self.malformed.total()
-        if bad > cap * self.read:
-            raise DraftsmithError(
-                f"{source}: {bad} of {self.read} records are malformed, more than the cap of {cap:.0%} "
-                f"({'; '.join(self.lines())}): mend them, or raise prepare.malformed_cap"
-            )
+    def pin(self) -> str | None:
+        """Return the commit to read, so that a resumed stage reads the same; None where hashes say it."""
 
-    def lines(self) -> list[str]:
-        """One text a reason, the commonest first, e.g. `12 × no user turn (a.jsonl:3, a.jsonl:9, …)`."""
-        return [
-            f"{count} × {reason} ({', '.join(self.examples[reason])}{', …' if count > _EXAMPLES else ''})"
-            for reason, count in self.malformed.most_common()
-        ]
+    def records(self, seed: int, commit: str | None) -> Iterator[Record]:
+        """Yield the records in an order that depends on `seed` alone.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form for a manifest's record."""
-        reasons = {r: {"count": n, "examples": self.examples[r]} for r, n in sorted(self.malformed.items())}
-        return {"records": self.read, "revision": self.revision, "malformed": reasons}
+        Raises:
+            DraftsmithError: unreadable files, a hub that can't be reached.
+        """
 
 
-def source_identity(spec: SourceSpec) -> dict[str, Any]:
-    """Return what names a source's content: hashes of local files and built-in prompts, the pinned commit of a dataset.
-
-    Paths of files count relative to the folder given, so that a moved folder is the same source.
-    """
-    if spec.source == "builtin":
-        return {"kind": "builtin", "sha256": sha256_json([[p.id, p.category, p.text] for p in _builtin()])}
-    if spec.source.startswith("hf:"):
-        return {"kind": "hf", "dataset": spec.source, "revision": spec.revision}
-    root = Path(spec.source)
-    return {
-        "kind": "files",
-        "label": _label(root),
-        "sha256": {_relative(f, root): sha256_file(f) for f in conversation_files(root)},
-    }
-
-
-def open_source(spec: SourceSpec, seed: int, census: Census, cap: float) -> Iterator[Prompt]:
-    """Yield a source's prompts in their order; records that give none are counted in `census`.
-
-    Built-in prompts keep their own (balanced) order; files are shuffled as a whole by `seed`, datasets on the hub in a
-    window of 10,000 rows.
+def find_source(source: str, revision: str | None = None) -> Source:
+    """Find a source by what a recipe calls it; a name goes before a file that is called the same.
 
     Raises:
-        DraftsmithError: nothing there, unreadable files, a hub that can't be reached, too many malformed records.
+        DraftsmithError: there is none; the message lists what exists.
     """
-    if spec.source == "builtin":
-        for prompt in _builtin():
-            census.read += 1
-            yield Prompt(prompt.id, prompt.category, [{"role": "user", "content": prompt.text}])
-    elif spec.source.startswith("hf:"):
-        label = spec.source.removeprefix("hf:").partition(":")[0].rpartition("/")[2]
-        yield from _prompts(_hub_records(spec, seed, census), label, census)
-        census.check(spec.source, cap)
-    else:
-        root = Path(spec.source)
-        records = [record for file in conversation_files(root) for record in read_records(file, _relative(file, root))]
-        prompts = list(_prompts(iter(records), _label(root), census))
-        census.check(spec.source, cap)
-        if not census.read:
-            raise DraftsmithError(f"{spec.source} holds no record: give JSON or JSONL with conversations or prompts")
-        random.Random(f"draftsmith/{seed}").shuffle(prompts)
-        yield from prompts
-
-
-def conversation_files(path: Path) -> list[Path]:
-    """Return the file itself, or a folder's JSON and JSONL files (gzipped too), sorted by path."""
-    if path.is_dir():
-        found = [f for f in path.rglob("*") if f.is_file() and f.name.endswith(_SUFFIXES)]
-        if not found:
-            raise DraftsmithError(f"{path} holds no file that ends in {', '.join(_SUFFIXES)}")
-        return sorted(found, key=lambda f: f.relative_to(path).as_posix())
-    if not path.is_file():
-        raise DraftsmithError(f"{path} does not exist: a source is builtin, hf:<dataset>, or a file or folder")
-    if not path.name.endswith(_SUFFIXES):
-        raise DraftsmithError(f"{path} can't be read: a file of conversations ends in {', '.join(_SUFFIXES)}")
-    return [path]
-
-
-def read_records(path: Path, name: str) -> Iterator[Record]:
-    """Yield (`name:line`, record) of a JSON or JSONL file; a line that is no JSON yields a `Malformed` in its place.
-
-    Raises:
-        DraftsmithError: the file as a whole can't be read (broken gzip, a JSON list that breaks off, not UTF-8).
-    """
-    try:
-        raw = path.read_bytes()
-        if path.name.endswith(".gz"):
-            raw = gzip.decompress(raw)
-    except (OSError, EOFError) as error:
-        raise DraftsmithError(f"{path} can't be read ({error}): it is cut off or not what its name says") from error
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
-        yield from _lines(raw, name)
-        return
-    try:
-        text = raw.decode("utf-8-sig")
-        whole = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one value a line under a .json name
-            yield from _lines(raw, name)
-            return
-        raise DraftsmithError(f"{path}:{error.lineno} is not valid JSON ({error.msg}): mend the file") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise DraftsmithError(f"{path} is not UTF-8 JSON ({error}): convert the file") from error
-    if isinstance(whole, list) and not _is_conversation(whole):
-        yield from ((f"{name}:{line}", value) for line, value in _elements(text))
-    else:
-        yield f"{name}:1", whole
-
-
-def _lines(raw: bytes, name: str) -> Iterator[Record]:
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.strip():
-            continue
-        value: Any
-        try:
-            value = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            value = Malformed("a line that is not UTF-8")
-        except (json.JSONDecodeError, RecursionError):
-            value = Malformed("a line that is not JSON")
-        yield f"{name}:{number}", value
-
-
-def _elements(text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, value) of the elements of a JSON list that is known to be valid."""
-    decode = json.JSONDecoder().raw_decode
-    at = _after(_SPACE, text, text.index("[") + 1)
-    line, counted = 1, 0
-    while text[at] != "]":
-        line, counted = line + text.count("\n", counted, at), at
-        value, at = decode(text, at)
-        yield line, value
-        at = _after(_COMMA, text, at)
-
-
-def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
-
-
-def _is_conversation(items: list[Any]) -> bool:
-    def is_message(item: Any) -> bool:
-        return isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
-
-    return bool(items) and all(map(is_message, items))
-
-
-def _prompts(records: Iterator[Record], label: str, census: Census) -> Iterator[Prompt]:
-    for where, record in records:
-        census.read += 1
-        try:
-            if isinstance(record, Malformed):
-                raise record
-            messages = first_prompt(parse_conversation(record))
-        except Malformed as reason:
-            census.refuse(where, str(reason))
-            continue
-        category = record.get("category") if isinstance(record, dict) else None
-        digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:12]
-        yield Prompt(f"{label}-{digest}", category if isinstance(category, str) and category else label, messages)
-
-
-def _hub_records(spec: SourceSpec, seed: int, census: Census) -> Iterator[Record]:
-    """Stream a dataset of the hub; whatever goes wrong on the way is one line that names the dataset."""
-    name, config, split = [*spec.source.removeprefix("hf:").split(":"), "", ""][:3]
-    if not name:
-        raise DraftsmithError(f"{spec.source}: no dataset is named; it reads hf:<dataset>[:<config>[:<split>]]")
-    try:
-        if not _hub_answers():  # without this the hub's client retries for half a minute
-            raise ConnectionError("no answer")
-        import datasets
-        from huggingface_hub import HfApi
-
-        census.revision = HfApi().dataset_info(name, revision=spec.revision).sha
-        rows = datasets.load_dataset(
-            name, config or None, split=split or "train", revision=census.revision, streaming=True
-        ).shuffle(seed=seed, buffer_size=_SHUFFLE_ROWS)
-        for number, row in enumerate(rows):
-            yield f"{name}:{number}", row
-    except Exception as error:  # the hub, the network, the dataset's own files: dozens of types
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    named = source_names().get(source)
+    if named is not None or source.startswith(HUB):
+        return HubDataset.parse(named or source, source if named else None, revision)
+    if revision is not None:
+        raise DraftsmithError(f"the source {source!r} has no revision {revision!r}: only datasets on the hub have any")
+    if source == BUILTIN:
+        return Builtin()
+    path = Path(source).expanduser()
+    if not path.exists():
         raise DraftsmithError(
-            f"the dataset {spec.source} can't be read from the hub ({reason}): check its name and the network "
-            f"(HF_ENDPOINT, HF_HUB_OFFLINE), or use RECIPE=builtin, or your own data with DATA=path"
-        ) from error
-
-
-def _label(root: Path) -> str:
-    return root.name.split(".")[0] or "data"
+            f"the source {source!r} does not exist: give {BUILTIN}, one of {', '.join(sorted(source_names()))}, "
+            f"{HUB}<dataset>[:<config>[:<split>]], or a file or folder of {', '.join(SUFFIXES)}"
+        )
+    return Files(path)
 
 
 @functools.cache
-def _builtin() -> list[builtin.Prompt]:
-    return builtin.builtin_prompts("train")
+def source_names() -> dict[str, str]:
+    """The sources that `configs/sources.yaml` gives a name."""
+    file = resources.files(__package__.rpartition(".")[0]) / "configs" / "sources.yaml"
+    names: dict[str, str] = yaml.safe_load(file.read_text("utf-8"))
+    return names
 
 
-def _relative(file: Path, root: Path) -> str:
-    return file.name if file == root else file.relative_to(root).as_posix()
+@dataclass(frozen=True)
+class Builtin:
+    """The project's own prompts, in their own order, of which any first part is a balanced sample."""
+
+    label: str = BUILTIN
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"kind": "builtin", "sha256": sha256_json([record for _, record in self.records(0, None)])}
+
+    def pin(self) -> None:
+        """Return None: hashes name the content."""
+
+    def records(self, seed: int, commit: str | None) -> Iterator[Record]:
+        """Yield all training prompts; the seed changes nothing."""
+        for prompt in builtin_prompts("train"):
+            yield prompt.id, {"prompt": prompt.text, "category": prompt.category}
+
+
+@dataclass(frozen=True)
+class Files:
+    """A file, or a folder of them. A folder that moves stays the same source."""
+
+    root: Path
+
+    @property
+    def label(self) -> str:
+        """The name up to its first dot."""
+        return self.root.name.split(".")[0] or "data"
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"kind": "files", "sha256": {name: sha256_file(file) for file, name in self._files()}}
+
+    def pin(self) -> None:
+        """Return None: hashes name the content."""
+
+    def records(self, seed: int, commit: str | None) -> Iterator[Record]:
+        """See `Source`."""
+        return shuffled((record for file, name in self._files() for record in read_records(file, name)), seed)
+
+    def _files(self) -> list[tuple[Path, str]]:
+        """The files, and what places in them are called by."""
+        return [
+            (file, file.name if file == self.root else file.relative_to(self.root).as_posix())
+            for file in record_files(self.root)
+        ]
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub, streamed.
+
+    Attributes:
+        source: hf:<dataset>[:<config>[:<split>]].
+        asked: the commit, branch or tag that the recipe asks for; None is the newest.
+    """
+
+    source: str
+    label: str
+    name: str
+    config: str | None
+    split: str
+    asked: str | None
+
+    @classmethod
+    def parse(cls, source: str, label: str | None, asked: str | None) -> HubDataset:
+        """Read hf:<dataset>[:<config>[:<split>]]; the label is by default the dataset's own name.
+
+        Raises:
+            DraftsmithError: it doesn't read so.
+        """
+        name, config, split, *rest = [*source.removeprefix(HUB).split(":"), "", ""]
+        if not name or any(rest):
+            raise DraftsmithError(f"{source}: a dataset on the hub reads {HUB}<dataset>[:<config>[:<split>]]")
+        return cls(source, label or name.rpartition("/")[2], name, config or None, split or "train", asked)
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"kind": "hf", "dataset": self.source, "revision": self.asked}
+
+    def pin(self) -> str:
+        """Ask the hub for the commit.
+
+        Raises:
+            DraftsmithError: it can't be reached, or has no such dataset.
+        """
+        with self._explained():
+            if not _hub_answers():  # without this the hub's client retries for half a minute
+                raise ConnectionError("no answer")
+            from huggingface_hub import HfApi
+
+            return str(HfApi().dataset_info(self.name, revision=self.asked).sha)
+
+    def records(self, seed: int, commit: str | None) -> Iterator[Record]:
+        """See `Source`; places are the numbers of rows from 0, as the dataset's page shows them."""
+        return shuffled(self._rows(commit), seed)
+
+    def _rows(self, commit: str | None) -> Iterator[Record]:
+        with self._explained():
+            import datasets
+
+            rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=commit, streaming=True)
+            for number, row in enumerate(rows):
+                yield f"{self.name}:{number}", row
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Make whatever goes wrong one line that names the dataset."""
+        try:
+            yield
+        except Exception as error:  # the hub, the network, the dataset's own files: dozens of types
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DraftsmithError(
+                f"the dataset {self.source} can't be read from the hub ({reason}): check its name and the network "
+                f"(HF_ENDPOINT, HF_HUB_OFFLINE), or use RECIPE=builtin, or your own data with DATA=path"
+            ) from error
+
+
+def shuffled(records: Iterator[Record], seed: int, window: int = _WINDOW) -> Iterator[Record]:
+    """Yield the records in a random order that `seed` decides; no more than `window` are held."""
+    draw = random.Random(f"draftsmith/{seed}")
+    held: list[Record] = []
+    for record in records:
+        if len(held) < window:
+            held.append(record)
+            continue
+        place = draw.randrange(window)
+        yield held[place]
+        held[place] = record
+    draw.shuffle(held)
+    yield from held
+
+
+def unique_names(sources: Sequence[Source]) -> list[str]:
+    """Return the sources' labels, with "-2", "-3", … behind those that come again."""
+    names: list[str] = []
+    for source in sources:
+        again = (f"{source.label}-{n}" for n in range(2, len(sources) + 1))
+        names.append(source.label if source.label not in names else next(name for name in again if name not in names))
+    return names

@@ -1,66 +1,53 @@
 """The feature store: what the target computed for every document, memory-mapped.
 
-`features/` holds one safetensors file for each chunk of answers and, once collected, `index.json` with the ids, splits
-and lengths of all documents, so that opening reads one small file whatever the store's size. A document of T tokens has
-T - 1 rows of states: nothing ever reads the states of its last token.
+`features/` holds one file for each chunk of documents (chunk_file.py) and, once collected, `index.json` and
+`label_counts.safetensors` (index.py), so that opening reads no states and no tokens whatever the store's size. A
+document of T tokens has T - 1 rows of states: nothing ever reads the states of its last token.
 """
 
 from __future__ import annotations
 
-import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DraftsmithError
-from ..files import atomic_path, read_json, sha256_json, write_json
-from ..heads import alignment
-
-FORMAT_VERSION = 1
-INDEX = "index.json"
-_META = "draftsmith"  # one key: safetensors writes several in no fixed order, and equal chunks must be equal files
-
-
-@dataclass(frozen=True)
-class ChunkMeta:
-    """What all chunks of a store share.
-
-    Attributes:
-        fingerprint: of the target that computed the states.
-        layer_ids: aux layers in the order in which they are concatenated.
-        hidden_size, vocab_size: H and V of the target.
-    """
-
-    fingerprint: str
-    layer_ids: tuple[int, ...]
-    hidden_size: int
-    vocab_size: int
+from ..files import atomic_path, read_json, sha256_file
+from .chunk_file import FORMAT_VERSION, Chunk, ChunkMeta, ChunkWriter, Text, TopK, decode, encode
+from .index import INDEX, build_index, check_meta, describe, read_label_counts
 
 
 @dataclass
 class Document:
-    """One prompt with its answer, and what the target computed on it.
+    """One document, and what the target computed on it.
 
     Attributes:
-        id, split: as in the prompts; split is "train" or "val".
-        tokens: [T] int64; answer: [T] bool, True on the answer's tokens, end-of-turn included.
-        features: [T-1, A*H] bf16 aux states; last: [T-1, H] bf16 state n before the final norm.
+        id, split, source: as in the prompts; split is "train" or "val".
+        tokens: [T] int64; answer: [T] bool, True on answer tokens, end-of-turn included.
+        features: [T-1, A*H] bf16 aux states.
+        last: [T-1, H] bf16 state n before the final norm; None where the target's likeliest tokens are kept instead.
+        topk: ids int32 [T-1, k] and log-probabilities fp16 [T-1, k] of the target's likeliest tokens after each token,
+            likeliest first; None where `last` is there.
     """
 
     id: str
     split: str
+    source: str
     tokens: Tensor
     answer: Tensor
     features: Tensor
-    last: Tensor
+    last: Tensor | None
+    topk: TopK | None = None
 
 
 def chunk_name(number: int) -> str:
-    """Name, without suffix, of a chunk of answers and of its features."""
+    """Name, without suffix, of a chunk in every stage."""
     return f"chunk-{number:05d}"
 
 
@@ -70,69 +57,20 @@ def split_states(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
 
 
 def write_chunk(path: Path, documents: Sequence[Document], meta: ChunkMeta) -> list[str]:
-    """Write the documents' tokens and states as one safetensors file, atomically.
-
-    Documents whose states are not finite are left out.
+    """Write the documents' tokens and states as one file, atomically.
 
     Returns:
-        The ids of those left out; they are noted in the file, too.
+        The ids of documents whose states are not finite (or, in int8, too large for a scale): their tokens are kept in
+        the file, but the store leaves them out.
     """
-    from safetensors.torch import save_file
-
-    kept = [d for d in documents if bool(torch.isfinite(d.features).all()) and bool(torch.isfinite(d.last).all())]
-    there = {d.id for d in kept}
-    dropped = [d.id for d in documents if d.id not in there]
-    lengths = torch.tensor([len(d.tokens) for d in kept], dtype=torch.int64)
-    width = len(meta.layer_ids) * meta.hidden_size
-    tensors = {
-        "lengths": lengths,
-        "tokens": torch.cat([torch.zeros(0, dtype=torch.int32), *(d.tokens.int() for d in kept)]),
-        "answer": torch.cat([torch.zeros(0, dtype=torch.bool), *(d.answer for d in kept)]),
-        "features": torch.cat([torch.zeros(0, width, dtype=torch.bfloat16), *(d.features for d in kept)]),
-        "last": torch.cat([torch.zeros(0, meta.hidden_size, dtype=torch.bfloat16), *(d.last for d in kept)]),
-    }
-    header = {
-        "format_version": FORMAT_VERSION,
-        **_meta_dict(meta),
-        "documents": [[d.id, d.split] for d in kept],
-        "dropped": dropped,
-    }
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary, {_META: json.dumps(header, ensure_ascii=False)})
-    return dropped
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], list[int]]:
-    """Return a chunk's header and its documents' lengths, without reading the states."""
-    tensors, header = _open_chunk(path)
-    return header, tensors["lengths"].tolist()
-
-
-def build_index(
-    folder: Path, names: Sequence[str], fingerprint: str, layer_ids: Sequence[int], identity: str
-) -> dict[str, Any]:
-    """Write `index.json` over the chunks `names` and return it.
-
-    Args:
-        folder: the store's folder.
-        names: chunk names, in the documents' order; at least one.
-        fingerprint, layer_ids: what every chunk must have been made with.
-        identity: digest of the stage that made the chunks.
-    """
-    chunks = []
-    wanted: dict[str, Any] = {"fingerprint": fingerprint, "layer_ids": list(layer_ids)}
-    for name in names:
-        path = folder / f"{name}.safetensors"
-        header, lengths = read_header(path)
-        _check_meta(path, header, wanted)
-        wanted |= {key: header[key] for key in ("hidden_size", "vocab_size")}
-        ids, splits = [d[0] for d in header["documents"]], [d[1] for d in header["documents"]]
-        size = path.stat().st_size
-        chunks.append({"name": name, "bytes": size, "ids": ids, "splits": splits, "lengths": lengths,
-                       "dropped": header["dropped"]})  # fmt: skip
-    index = {"format_version": FORMAT_VERSION, "identity": identity, **wanted, "chunks": chunks}
-    write_json(folder / INDEX, index)
-    return index
+    texts = [Text(d.id, d.split, d.source, d.tokens, d.answer) for d in documents]
+    with atomic_path(path) as temporary, ChunkWriter(temporary, texts, meta) as writer:
+        for number, d in enumerate(documents):
+            if number not in writer.waiting:
+                continue
+            rows, finite = encode(d.features if d.last is None else torch.cat((d.features, d.last), -1), d.topk, meta)
+            writer.put(number, rows, bool(finite.all()))
+        return writer.finish()
 
 
 class FeatureStore:
@@ -140,37 +78,39 @@ class FeatureStore:
 
     Attributes:
         folder: where it lies.
-        layer_ids, hidden_size, vocab_size, fingerprint: of the target's pass that filled it.
-        digest: hash of the index: changes when documents are added.
-        ids, splits, lengths: of the D documents; a length counts tokens.
+        meta: what is stored; layer_ids, hidden_size, vocab_size, fingerprint: of the target's pass that filled it.
+        digest: hash of the index: changes when documents are added or any byte of a chunk is another.
+        ids, lengths: of the D documents; a length counts tokens.
+        sources: names of the sources.
     """
 
-    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self.folder = folder
-        self.layer_ids: tuple[int, ...] = tuple(index["layer_ids"])
-        self.hidden_size: int = index["hidden_size"]
-        self.vocab_size: int = index["vocab_size"]
-        self.fingerprint: str = index["fingerprint"]
-        self.digest = sha256_json(index)
-        self.ids: list[str] = []
-        self.splits: list[str] = []
-        self.lengths: list[int] = []
-        self._expected = {key: index[key] for key in ("fingerprint", "layer_ids", "hidden_size", "vocab_size")}
-        self._paths: list[Path] = []
-        self._place: list[tuple[int, int, int]] = []  # chunk, document in the chunk, first token in the chunk
-        self._open: dict[int, dict[str, Tensor]] = {}
-        self._first: list[int] = []  # number of each chunk's first document
-        for number, chunk in enumerate(index["chunks"]):
-            self._first.append(len(self.ids))
-            self._paths.append(folder / f"{chunk['name']}.safetensors")
-            _check_size(self._paths[-1], chunk["bytes"])
-            self.ids += chunk["ids"]
-            self.splits += chunk["splits"]
-            start = 0
-            for inside, length in enumerate(chunk["lengths"]):
-                self._place.append((number, inside, start))
-                start += length
-            self.lengths += chunk["lengths"]
+    def __init__(self, folder: Path, index: dict[str, Any], digest: str) -> None:
+        self.folder, self.digest = folder, digest
+        self.meta = ChunkMeta.from_dict(index)
+        self.layer_ids, self.hidden_size = self.meta.layer_ids, self.meta.hidden_size
+        self.vocab_size, self.fingerprint = self.meta.vocab_size, self.meta.fingerprint
+        self.sources: list[str] = index["sources"]
+        self._splits: list[str] = index["splits"]
+        self._labels_sha256: str = index["label_counts_sha256"]
+        self._paths = [folder / f"{chunk['name']}.safetensors" for chunk in index["chunks"]]
+        self._seals: list[int] = [chunk["seal"] for chunk in index["chunks"]]
+        self._answer_tokens: int = sum(chunk["answer_tokens"] for chunk in index["chunks"])
+        self._bytes: int = sum(chunk["bytes"] for chunk in index["chunks"])
+        self._open: dict[int, Chunk] = {}
+        for path, chunk in zip(self._paths, index["chunks"], strict=True):
+            _check_size(path, chunk["bytes"])
+        kept = [np.setdiff1d(np.arange(len(c["ids"])), c["dropped"]) for c in index["chunks"]]
+        self._chunk_of = np.repeat(np.arange(len(kept), dtype=np.int32), [len(k) for k in kept])
+        self._inside = np.concatenate([np.zeros(0, np.int32), *kept]).astype(np.int32)
+        self.ids: list[str] = [c["ids"][i] for c, k in zip(index["chunks"], kept, strict=True) for i in k.tolist()]
+
+        def column(key: str, kind: type[np.number[Any]]) -> np.ndarray[Any, Any]:
+            own = (np.asarray(c[key], kind)[k] for c, k in zip(index["chunks"], kept, strict=True))
+            return np.concatenate([np.zeros(0, kind), *own])
+
+        self.lengths = array("q", column("lengths", np.int64).tobytes())
+        self._split, self._source = column("splits", np.int16), column("sources", np.int32)
+        self._first_label = column("first_labels", np.int64)
 
     @classmethod
     def open(cls, folder: Path, fingerprint: str | None = None, layer_ids: Sequence[int] | None = None) -> Self:
@@ -193,73 +133,88 @@ class FeatureStore:
             wanted["fingerprint"] = fingerprint
         if layer_ids is not None:
             wanted["layer_ids"] = list(layer_ids)
-        _check_meta(folder / INDEX, index, wanted)
-        return cls(folder, index)
+        check_meta(folder / INDEX, index, wanted)
+        try:
+            return cls(folder, index, sha256_file(folder / INDEX))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise DraftsmithError(
+                f"{folder / INDEX} is damaged ({type(error).__name__}: {error}): delete it and run 'draftsmith collect'"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def split(self, i: int) -> str:
         """Return "train" or "val" for document `i`."""
-        return self.splits[i]
+        return self._splits[self._split[i]]
 
-    def document(self, i: int) -> Document:
-        """Return document `i`; its states are views of the mapped file."""
-        number, _, start = self._place[i]
-        tensors, end = self._chunk(number), start + self.lengths[i]
-        first = start - self._place[i][1]  # every document before it in the chunk has one row less than tokens
-        last_row = first + self.lengths[i] - 1
-        return Document(
-            self.ids[i],
-            self.splits[i],
-            tensors["tokens"][start:end].long(),
-            tensors["answer"][start:end],
-            tensors["features"][first:last_row],
-            tensors["last"][first:last_row],
-        )
+    def source(self, i: int) -> str:
+        """Return the name of document `i`'s source."""
+        return self.sources[self._source[i]]
+
+    def trainable(self, split: str, max_length: int) -> tuple[list[int], int]:
+        """A split's documents with a supervised row in their first `max_length` tokens, and how many have none."""
+        own = self._split == (self._splits.index(split) if split in self._splits else -1)
+        good = own & (self._first_label > 0) & (self._first_label < max_length)
+        return np.flatnonzero(good).tolist(), int(own.sum() - good.sum())
+
+    def document(self, i: int, most: int | None = None) -> Document:
+        """Return the first `most` tokens of document `i` and the states of all but the last of them.
+
+        bf16 states are views of the mapped file; int8 ones are made bf16 here.
+
+        Raises:
+            DraftsmithError: its chunk is missing, damaged in its head, or not the one that was collected.
+        """
+        chunk, number = self._chunk(int(self._chunk_of[i])), int(self._inside[i])
+        tokens, answer = chunk.text(number, most)
+        states, topk = decode(chunk.rows(number, None if most is None else max(most - 1, 0)), self.meta)
+        aux, last = (states, None) if topk is not None else split_states(states, self.hidden_size)
+        return Document(self.ids[i], self.split(i), self.source(i), tokens.long(), answer, aux, last, topk)
 
     def totals(self) -> dict[str, int]:
         """Return sums over all documents: documents, tokens, answer_tokens, bytes on disk."""
-        answers = sum(int(self._chunk(number)["answer"].sum()) for number in range(len(self._paths)))
-        size = sum(path.stat().st_size for path in self._paths)
-        return {"documents": len(self), "tokens": sum(self.lengths), "answer_tokens": answers, "bytes": size}
+        return {
+            "documents": len(self), "tokens": sum(self.lengths), "answer_tokens": self._answer_tokens,
+            "bytes": self._bytes,
+        }  # fmt: skip
 
     def label_counts(self, split: str = "train") -> Tensor:
-        """Count the labels of a split's supervised rows at step 0, int64 [V], for the draft vocabulary."""
-        counts = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for number in range(len(self._paths)):
-            tensors = self._chunk(number)
-            lengths = tensors["lengths"]
-            splits = self.splits[self._first[number] : self._first[number] + len(lengths)]
-            wanted = torch.tensor([s == split for s in splits], dtype=torch.bool)
-            documents = torch.arange(len(lengths)).repeat_interleave(lengths)
-            rows = alignment.supervised(tensors["answer"], documents, 1)[0] & wanted.repeat_interleave(lengths)
-            labels = tensors["tokens"][alignment.label_index(rows.nonzero().flatten(), 0)]
-            counts += torch.bincount(labels, minlength=self.vocab_size)
-        return counts
+        """How often each token is the label of a supervised row at step 0, int64 [S, V] by source."""
+        counts = read_label_counts(self.folder, self._labels_sha256)
+        return counts.get(split, torch.zeros(len(self.sources), self.vocab_size, dtype=torch.int64))
 
-    def _chunk(self, number: int) -> dict[str, Tensor]:
+    def verify(self) -> int:
+        """Read every byte of the store; returns the number of documents, those that are left out included.
+
+        Raises:
+            DraftsmithError: what is damaged or missing, with the file and, in a document's own bytes, the document.
+        """
+        index, checked = read_json(self.folder / INDEX), 0
+        self.label_counts()
+        for number, noted in enumerate(index["chunks"]):
+            self._open.pop(number, None)  # its head may have been read long ago
+            chunk = self._chunk(number)
+            for document in range(len(chunk.documents)):
+                chunk.check(document)
+            if describe(chunk, self._splits, self.sources)[0] != noted:
+                raise DraftsmithError(
+                    f"{self.folder / INDEX} is damaged: what it says of {chunk.path.name} is not so: delete it and run "
+                    "'draftsmith collect' again"
+                )
+            checked += len(chunk.documents)
+        return checked
+
+    def _chunk(self, number: int) -> Chunk:
         if number not in self._open:
-            tensors, header = _open_chunk(self._paths[number])
-            _check_meta(self._paths[number], header, self._expected)
-            self._open[number] = tensors
+            chunk = Chunk(self._paths[number])
+            check_meta(chunk.path, chunk.meta.to_dict(), self.meta.to_dict())
+            if chunk.seal != self._seals[number]:
+                raise DraftsmithError(
+                    f"{chunk.path} is not the chunk that {INDEX} was made from: run 'draftsmith collect' again"
+                )
+            self._open[number] = chunk
         return self._open[number]
-
-
-def _open_chunk(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Map a chunk's tensors (nothing is read yet) and parse its header."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as f:
-            header = json.loads((f.metadata() or {})[_META])
-            return {key: f.get_tensor(key) for key in f.keys()}, header  # noqa: SIM118 - not a dict
-    except FileNotFoundError as error:
-        raise DraftsmithError(f"{path} is missing: run 'draftsmith collect' again to make it") from error
-    except (SafetensorError, KeyError, OSError) as error:
-        raise DraftsmithError(
-            f"{path} is cut off or no feature chunk ({error}): delete it and run 'draftsmith collect'"
-        ) from error
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -271,15 +226,4 @@ def _check_size(path: Path, size: int) -> None:
         )
 
 
-def _meta_dict(meta: ChunkMeta) -> dict[str, Any]:
-    return {"fingerprint": meta.fingerprint, "layer_ids": list(meta.layer_ids), "hidden_size": meta.hidden_size,
-            "vocab_size": meta.vocab_size}  # fmt: skip
-
-
-def _check_meta(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            raise DraftsmithError(
-                f"{path}: {key} is {found.get(key)!r}, not {value!r}: these features were collected with another "
-                f"target, other layers or another version; run 'draftsmith collect' for this one"
-            )
+__all__ = ["ChunkMeta", "Document", "FeatureStore", "build_index", "chunk_name", "split_states", "write_chunk"]

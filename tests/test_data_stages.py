@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from draftsmith.data_recipes import regenerate as regenerate_module
-from draftsmith.data_recipes.collect import CollectSettings, collect, plan_forward
-from draftsmith.data_recipes.layout import AnswerRow, TargetInfo, answer_chunks, read_answers, read_prompts, write_rows
+from draftsmith.data_recipes.collect import CollectSettings, collect
+from draftsmith.data_recipes.layout import (
+    DocumentRow,
+    TargetInfo,
+    answer_chunks,
+    prompt_chunks,
+    read_answers,
+    read_prompts,
+)
 from draftsmith.data_recipes.prepare import PrepareSettings, prepare
 from draftsmith.data_recipes.recipe import Recipe, SourceSpec
 from draftsmith.data_recipes.regenerate import RegenerateSettings, regenerate
@@ -20,7 +27,8 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import Needs
 
 LAYERS = (2, 3, 4)
-SETTINGS = RegenerateSettings(max_new_tokens=16, chunk=8, slots=4)
+SETTINGS = RegenerateSettings(max_new_tokens=16, slots=4)
+RECORD = CollectSettings(LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +49,7 @@ def info(tiny_folder):
 @pytest.fixture
 def data(tmp_path, source, info, tiny_target):
     recipe = Recipe(name="r", sources=[SourceSpec(source=str(source))])
-    prepare(PrepareSettings(max_new_tokens=16), recipe, tmp_path / "data", info, lambda: tiny_target.tokenizer)
+    prepare(PrepareSettings(max_new_tokens=16, chunk=8), recipe, tmp_path / "data", info, lambda: tiny_target.tokenizer)
     return tmp_path / "data"
 
 
@@ -49,32 +57,36 @@ def no_work():
     pytest.fail("there is nothing to do")
 
 
-def answers(data: Path) -> list[AnswerRow]:
+def answers(data: Path) -> list[DocumentRow]:
     return [row for path in answer_chunks(data) for row in read_answers(path)]
 
 
 def test_answers_are_the_targets_own(data, info, tiny_target):
     stage = regenerate(SETTINGS, data, info, lambda: tiny_target)
     rows = answers(data)
-    assert [r.id for r in rows] == [p.id for p in read_prompts(data)]
+    prompts = [row for path in prompt_chunks(data) for row in read_prompts(path)]
+    assert [(r.id, r.split, r.source) for r in rows] == [(p.id, p.split, p.source) for p in prompts]
     assert {"eos", "length"} == {r.finish for r in rows}
-    for row in rows:
-        assert (row.answer[-1] in tiny_target.eos_ids) == (row.finish == "eos")
-        assert len(row.answer) == 16 or row.finish == "eos"
-    for row in rows[::9]:
-        prompt = torch.tensor([row.prompt])
+    for row, asked in zip(rows, prompts, strict=True):
+        start = len(asked.prompt)
+        assert row.tokens[:start] == asked.prompt
+        assert row.spans == [[start, len(row.tokens)]]
+        assert (row.tokens[-1] in tiny_target.eos_ids) == (row.finish == "eos")
+        assert row.answer_tokens == 16 or row.finish == "eos"
+    for row, asked in list(zip(rows, prompts, strict=True))[::9]:
+        prompt = torch.tensor([asked.prompt])
         with tiny_target.attention():
-            made = tiny_target.model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :]
-        assert row.answer == made.tolist()
+            made = tiny_target.model.generate(prompt, max_new_tokens=16, do_sample=False)[0]
+        assert row.tokens == made.tolist()
     record = stage.manifest["record"]
-    assert (record["chunks"], record["answers"], record["answer_tokens"]) == (4, 28, sum(len(r.answer) for r in rows))
+    assert (record["chunks"], record["answers"], record["answer_tokens"]) == (4, 28, sum(r.answer_tokens for r in rows))
     assert record["minutes"] is None
     regenerate(SETTINGS, data, info, no_work)
     regenerate(SETTINGS, data, info, no_work, minutes=5)
 
 
 def test_recorded_features_equal_the_forward_pass(data, info, tiny_target):
-    regenerate(SETTINGS, data, info, lambda: tiny_target, layer_ids=LAYERS)
+    regenerate(SETTINGS, data, info, lambda: tiny_target, record=RECORD)
     stage = collect(CollectSettings(LAYERS), data, info, no_work)
     assert stage.manifest["record"]["chunks_computed_here"] == 0
     recorded = FeatureStore.open(data / "features", info.fingerprint, LAYERS)
@@ -98,7 +110,7 @@ def test_recorded_features_equal_the_forward_pass(data, info, tiny_target):
 
 
 def test_other_layers_are_collected_from_the_same_answers(data, info, tiny_target):
-    regenerate(SETTINGS, data, info, lambda: tiny_target, layer_ids=LAYERS)
+    regenerate(SETTINGS, data, info, lambda: tiny_target, record=RECORD)
     collect(CollectSettings(LAYERS), data, info, no_work)
     stage = collect(CollectSettings((1, 5)), data, info, lambda: tiny_target)
     assert stage.manifest["record"]["chunks_computed_here"] == 4
@@ -126,16 +138,16 @@ class Clock:
 
 def test_a_larger_budget_goes_on(data, info, tiny_target, monkeypatch):
     Clock(monkeypatch)
-    stage = regenerate(SETTINGS, data, info, lambda: tiny_target, minutes=0.1, layer_ids=LAYERS)
+    stage = regenerate(SETTINGS, data, info, lambda: tiny_target, minutes=0.1, record=RECORD)
     assert stage.manifest["record"]["chunks"] == 1  # one at least
     first = answer_chunks(data)[0].read_bytes()
-    regenerate(SETTINGS, data, info, no_work, minutes=0.1, layer_ids=LAYERS)
-    regenerate(SETTINGS, data, info, no_work, minutes=0.05, layer_ids=LAYERS)
-    stage = regenerate(SETTINGS, data, info, no_work, minutes=2.5, layer_ids=LAYERS)  # 80 + 80 s don't fit 150
+    regenerate(SETTINGS, data, info, no_work, minutes=0.1, record=RECORD)
+    regenerate(SETTINGS, data, info, no_work, minutes=0.05, record=RECORD)
+    stage = regenerate(SETTINGS, data, info, no_work, minutes=2.5, record=RECORD)  # 80 + 80 s don't fit 150
     assert stage.manifest["record"]["chunks"] == 1
     collect(CollectSettings(LAYERS), data, info, no_work)
     small = FeatureStore.open(data / "features")
-    stage = regenerate(SETTINGS, data, info, lambda: tiny_target, minutes=3, layer_ids=LAYERS)
+    stage = regenerate(SETTINGS, data, info, lambda: tiny_target, minutes=3, record=RECORD)
     assert (stage.manifest["record"]["chunks"], stage.manifest["record"]["minutes"]) == (2, 3)
     assert stage.manifest["record"]["decode_seconds"] == 160
     assert answer_chunks(data)[0].read_bytes() == first
@@ -149,7 +161,7 @@ def test_a_larger_budget_goes_on(data, info, tiny_target, monkeypatch):
 
 
 def test_a_deleted_chunk_is_made_again(data, info, tiny_target):
-    regenerate(SETTINGS, data, info, lambda: tiny_target, layer_ids=LAYERS)
+    regenerate(SETTINGS, data, info, lambda: tiny_target, record=RECORD)
     collect(CollectSettings(LAYERS), data, info, no_work)
     answer, feature = answer_chunks(data)[1], data / "features" / "chunk-00001.safetensors"
     before = answer.read_bytes(), feature.read_bytes()
@@ -157,7 +169,7 @@ def test_a_deleted_chunk_is_made_again(data, info, tiny_target):
     collect(CollectSettings(LAYERS), data, info, lambda: tiny_target)
     assert len(FeatureStore.open(data / "features")) == 28
     answer.unlink()
-    regenerate(SETTINGS, data, info, lambda: tiny_target, layer_ids=LAYERS)
+    regenerate(SETTINGS, data, info, lambda: tiny_target, record=RECORD)
     assert (answer.read_bytes(), feature.read_bytes()) == before
 
 
@@ -172,39 +184,3 @@ def test_stages_name_what_comes_first(tmp_path, info):
         regenerate(SETTINGS, tmp_path, info, no_work)
     with pytest.raises(DraftsmithError, match="answers is not finished: run 'draftsmith regenerate' first"):
         collect(CollectSettings(LAYERS), tmp_path, info, no_work)
-
-
-def test_states_that_are_not_finite_stop_the_stage(data, info, tiny_target, monkeypatch):
-    regenerate(SETTINGS, data, info, lambda: tiny_target)
-    real = type(tiny_target).states
-    bad = answers(data)[5]
-
-    def states(self, tokens, needs):
-        aux, last = real(self, tokens, needs)
-        for line, row in enumerate(tokens.tolist()):
-            if row[: len(bad.prompt)] == bad.prompt:
-                last = last.clone()
-                last[line, 3] = torch.nan
-        return aux, last
-
-    monkeypatch.setattr(type(tiny_target), "states", states)
-    with pytest.raises(DraftsmithError, match=rf"NaN or infinite on 1 of 28 documents \({bad.id}\), more than 0\.1%"):
-        collect(CollectSettings(LAYERS), data, info, lambda: tiny_target)
-
-
-def test_answers_from_elsewhere_can_be_longer_than_a_batch(data, info, tiny_target):
-    regenerate(SETTINGS, data, info, lambda: tiny_target)
-    path = answer_chunks(data)[1]
-    rows = read_answers(path)
-    rows[2] = AnswerRow(rows[2].id, rows[2].split, rows[2].prompt, [7] * 100, "length")
-    write_rows(path, rows)
-    collect(CollectSettings(LAYERS, token_budget=50), data, info, lambda: tiny_target)
-    store = FeatureStore.open(data / "features")
-    assert store.lengths[10] == len(rows[2].prompt) + 100
-
-
-def test_forward_plan():
-    lengths = [5, 1, 9, 3, 3]
-    plan = plan_forward(lengths, 9)
-    assert plan == [[1, 3, 4], [0], [2]]
-    assert plan_forward([20], 9) == [[0]]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,8 +48,12 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def left_by(pid: int, host: str | None = None) -> str:
+    return f"{host or re.sub('[^A-Za-z0-9]', '', socket.gethostname())}-{pid}"
+
+
 def test_leftovers_of_dead_processes_go_those_of_living_ones_stay(tmp_path: Path) -> None:
-    dead, alive = dead_pid(), os.getpid()
+    dead, alive = left_by(dead_pid()), left_by(os.getpid())
     (tmp_path / f".chunk.{dead}.part").write_text("x")
     (tmp_path / f".chunk.{alive}.part").write_text("x")
     (tmp_path / ".hidden.file.txt").write_text("x")
@@ -60,9 +67,31 @@ def test_leftovers_of_dead_processes_go_those_of_living_ones_stay(tmp_path: Path
     assert not (tmp_path / f".best.{dead}.before").exists()
 
 
+def test_another_machines_files_stay_for_a_day(tmp_path: Path) -> None:
+    old, new = (tmp_path / f".{name}.{left_by(dead_pid(), 'otherhost')}.part" for name in ("old", "new"))
+    for path in (old, new):
+        path.write_text("x")
+    os.utime(old, (0, 0))
+    sweep(tmp_path)
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_other_ranks_wait_for_the_first_to_open_a_stage(tmp_path: Path) -> None:
+    Stage.open(tmp_path / "s", "s", 1, {"a": 1})
+    found: list[Stage] = []
+    waiting = threading.Thread(target=lambda: found.append(Stage.open(tmp_path / "s", "s", 1, {"a": 2}, rank=1)))
+    waiting.start()
+    waiting.join(0.3)
+    assert not found
+    first = Stage.open(tmp_path / "s", "s", 1, {"a": 2})
+    waiting.join(10)
+    assert found[0].digest == first.digest
+
+
 def test_a_stage_sweeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
-    left = tmp_path / "s" / f".chunk.{dead_pid()}.part"
+    left = tmp_path / "s" / f".chunk.{left_by(dead_pid())}.part"
     left.write_text("x")
     Stage.open(tmp_path / "s", "s", 1, {})
     assert not left.exists()
