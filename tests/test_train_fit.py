@@ -38,7 +38,7 @@ def start(job: dict[str, Any], **env: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(Path(draftsmith.__path__[0]).absolute().parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, **env}
     return subprocess.Popen(
-        [sys.executable, str(WORKER), json.dumps(job)],
+        [sys.executable, str(WORKER), json.dumps([job])],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 

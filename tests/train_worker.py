@@ -1,4 +1,7 @@
-"""A tiny training run, for tests and as a process of its own that can be killed: `python train_worker.py '<json>'`."""
+"""A tiny training run, for tests and as a process of its own that can be killed: `python train_worker.py '<json>'`.
+
+The JSON is a list of runs that follow each other in that process; only the last one's result is printed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def make_store(target: Any, folder: Path, documents: int = 20, new_tokens: int =
         assert r.states is not None
         tokens = torch.tensor(r.prompt + r.tokens)
         answer = torch.arange(len(tokens)) >= len(r.prompt)
-        rows.append(Document(r.id, "val" if i % 5 == 4 else "train", tokens, answer,
+        rows.append(Document(r.id, "val" if i % 5 == 4 else "train", "made", tokens, answer,
                              *split_states(r.states, target.hidden_size)))  # fmt: skip
     folder.mkdir(parents=True)
     meta = ChunkMeta(target.fingerprint, layer_ids, target.hidden_size, target.vocab_size)
@@ -73,13 +76,13 @@ def run(store: Path, target: Path, out: Path, train: dict[str, Any]) -> dict[str
     return fit(*make_fit(store, target, recipe(**train)), out, resume_command="make train")
 
 
-def _signal_at_step(step: int, number: int) -> None:
+def _signal_at_step(step: int, number: int, rank: int = 0) -> None:
     from draftsmith.train.fit import Trainer
 
     original = Trainer.train_step
 
     def train_step(self: Any, bar: Any) -> None:
-        if self.state.step + 1 == step:
+        if self.state.step + 1 == step and self.ranks.rank == rank:
             os.kill(os.getpid(), number)
         original(self, bar)
 
@@ -102,11 +105,22 @@ def _kill_in_save(count: int) -> None:
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    from draftsmith.train.ranks import process_group
+
+    *before, job = json.loads(sys.argv[1])
+    with process_group():
+        for one in before:
+            run(Path(one["store"]), Path(one["target"]), Path(one["out"]), one["train"])
+        _last(job)
+
+
+def _last(job: dict[str, Any]) -> None:
     if "terminate_at" in job:
         _signal_at_step(job["terminate_at"], signal.SIGTERM)
     if "kill_in_save" in job:
         _kill_in_save(job["kill_in_save"])
+    if "rank_one_dies_at" in job:
+        _signal_at_step(job["rank_one_dies_at"], signal.SIGKILL, rank=1)
     result = run(Path(job["store"]), Path(job["target"]), Path(job["out"]), job["train"])
     print(json.dumps(result))
     raise SystemExit(0 if result["finished"] else result["exit_code"])

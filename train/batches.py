@@ -14,7 +14,7 @@ from typing import Self
 from ..data_recipes.packing import make_batch, plan_batches
 from ..data_recipes.store import FeatureStore
 from ..errors import DraftsmithError
-from ..heads.base import Batch
+from ..heads.base import Batch, DraftHead
 from .settings import TrainSettings
 
 Position = tuple[int, int]
@@ -23,16 +23,13 @@ Position = tuple[int, int]
 
 def trainable_documents(store: FeatureStore, split: str, max_length: int) -> tuple[list[int], int]:
     """Return a split's documents with a supervised row in their first `max_length` tokens, and how many have none."""
-    kept, without = [], 0
-    for i in range(len(store)):
-        if store.split(i) != split:
-            continue
-        answer = store.document(i).answer[:max_length]
-        if bool((answer[1:-1] & answer[2:]).any()):
-            kept.append(i)
-        else:
-            without += 1
-    return kept, without
+    return store.trainable(split, max_length)
+
+
+def require_teacher(head: DraftHead, store: FeatureStore) -> None:
+    """Refuse a store from which the head can't learn, before any training; raises DraftsmithError."""
+    if store.meta.teacher == "topk":
+        head.require_states(f"its {store.meta.topk} likeliest tokens in their place ({store.folder})")
 
 
 def held_out_documents(store: FeatureStore, settings: TrainSettings) -> list[int]:
@@ -99,6 +96,17 @@ class BatchPlan:
     def steps_in(self, epochs: int, batches_per_step: int) -> int:
         """Optimizer steps that see every document at least `epochs` times."""
         return math.ceil(sum(len(self.epoch(e)) for e in range(epochs)) / batches_per_step)
+
+    def steps_for(self, tokens: int, batches_per_step: int) -> int:
+        """Optimizer steps that see at least `tokens` tokens."""
+        length = dict(zip(self.documents, self.lengths, strict=True))
+        batches = 0
+        for _, documents in self.from_position((0, 0)):
+            if tokens <= 0:
+                break
+            tokens -= sum(length[i] for i in documents)
+            batches += 1
+        return math.ceil(batches / batches_per_step)
 
 
 def plans_of(store: FeatureStore, settings: TrainSettings) -> tuple[BatchPlan, BatchPlan, dict[str, int]]:

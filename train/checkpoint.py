@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import DraftsmithError
 from ..files import atomic_path, read_json, write_json
@@ -40,7 +43,8 @@ class RunState:
         updates: steps that changed the weights; adapter_updates: those that changed the target's adapter, too.
         skipped: steps left out because something wasn't finite.
         tokens: rows seen. seconds: spent, over all restarts.
-        best_step, best_tau_walk: of the best validation so far.
+        best_step, best_tau_walk, best_tau: of the best validation so far; best_tau is None where none is decoded.
+        below_best: validations since then that could have been better.
     """
 
     step: int = 0
@@ -54,19 +58,25 @@ class RunState:
     seconds: float = 0.0
     best_step: int | None = None
     best_tau_walk: float | None = None
+    best_tau: float | None = None
+    below_best: int = 0
 
 
 def save_checkpoint(
-    root: Path, head: DraftHead, optimizer: MuonAdamW, state: RunState, adapter: Adapter | None = None
+    root: Path, head: DraftHead, optimizer: Mapping[str, Tensor], state: RunState, adapter: Adapter | None = None
 ) -> Path:
-    """Write checkpoints/step-N whole or not at all, then drop all but the newest `KEEP`; returns its folder."""
+    """Write checkpoints/step-N whole or not at all, then drop all but the newest `KEEP`; returns its folder.
+
+    Args:
+        optimizer: its `named_state`.
+    """
     from safetensors.torch import save_file
 
     folder = root / f"step-{state.step:06d}"
     with atomic_path(folder) as temporary:
         temporary.mkdir()
         _save(head, adapter, temporary)
-        save_file({n: t.cpu().contiguous() for n, t in optimizer.named_state().items()}, temporary / OPTIMIZER)
+        save_file({n: t.cpu().contiguous() for n, t in optimizer.items()}, temporary / OPTIMIZER)
         write_json(temporary / STATE, asdict(state))
         _check_size(temporary, head)
     for old in step_folders(root)[:-KEEP]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,26 @@ from torch import Tensor
 from ..data_recipes.store import FeatureStore
 from ..errors import DraftsmithError
 from ..files import sweep
-from ..heads.adapter import TunedConfig
 from ..heads.base import DraftHead, TargetParts
-from ..heads.target import auto_dtype
+from ..heads.target import Target, auto_dtype
 from ..progress import Progress, progress_bar, say
-from .batches import BatchStream, Item, plans_of
+from .batches import BatchStream, Item, plans_of, require_teacher
 from .checkpoint import RunState, load_checkpoint, save_best, save_checkpoint, step_folders
+from .decoded import DecodedValidation
+from .drift import LoadTarget
+from .engine import Engine
 from .interrupt import StopRequest
-from .joint import LR_SHARE, JointStep, TunedTarget
-from .metrics import ratio, summarise
+from .joint import LR_SHARE, TunedTarget
+from .metrics import Utilisation, Window, peak_memory_bytes
+from .online import make_step
 from .optimizer import ADAPTER, MuonAdamW
-from .ranks import Ranks, import_deepspeed, process_group, quietly
+from .ranks import Ranks, process_group
 from .schedule import PILOT_STEPS, lr_factor, steps_within
 from .settings import TrainSettings
-from .step import SUMS, TrainStep
-from .tracking import Tracker
+from .step import SUMS
+from .tracking import Tracker, describe_run
 from .trees import grow_tree
-from .validate import validate
+from .validate import describe, is_past_best, note, validate
 
 MAX_SKIPPED = 3
 """Steps that may be left out for a loss or gradient that isn't finite; one more stops the run."""
@@ -51,6 +52,8 @@ def fit(
     folder: Path,
     *,
     tuned: TunedTarget | None = None,
+    online: Target | None = None,
+    load_target: LoadTarget | None = None,
     budget_seconds: float | None = None,
     resume_command: str = "the same command again",
     wandb: bool | None = None,
@@ -65,21 +68,26 @@ def fit(
         folder: gets `checkpoints/` and `metrics.jsonl`.
         tuned: the target, where it is trained together with the head (config: a TunedConfig), as `TunedTarget` loads it
             in the run's dtype.
+        online: the frozen target, for a store without states (`online.collect_tokens`).
+        load_target: loads the target that held-out prompts are decoded with, on rank 0; None = nothing is decoded.
         budget_seconds: wall time of a time-limited run, from this call on; None takes settings.minutes.
         resume_command: what the user is told to run after an interruption.
         wandb: see tracking.Tracker.
 
     Returns:
         finished (False after a signal before the last step), exit_code, step, total_steps, tokens, seconds over all
-        restarts, tree_seconds, best_step, best_tau_walk, skipped, checkpoint (folder of the best head, with its
-        measured tree once finished), and the counts of documents. `head` is the best one once finished.
+        restarts, tree_seconds, decode_seconds (since the last restart), best_by ("tau" or "tau_walk"), best_step,
+        best_tau (None where it isn't decoded), best_tau_walk, stopped_early, skipped, checkpoint (folder of the best
+        head, with its measured tree once finished), and the counts of documents. `head` is the best one once finished.
 
     Raises:
-        DraftsmithError: nothing to train on or validate with, a damaged checkpoint, too many steps that weren't finite.
+        DraftsmithError: nothing to train on or validate with, a damaged checkpoint, too many steps that weren't finite,
+            a target that can't be loaded or decoded.
     """
     started = time.monotonic()
     with process_group() as ranks:
-        trainer = Trainer(settings, store, parts, head, folder, ranks, tuned=tuned, wandb=wandb)
+        options: dict[str, Any] = {"in_job": tuned or online, "load_target": load_target, "wandb": wandb}
+        trainer = Trainer(settings, store, parts, head, folder, ranks, **options)
         trainer.started = started
         if budget_seconds is not None:
             trainer.budget_seconds = budget_seconds
@@ -99,19 +107,19 @@ class Trainer:
         folder: Path,
         ranks: Ranks,
         *,
-        tuned: TunedTarget | None = None,
+        in_job: TunedTarget | Target | None = None,
+        load_target: LoadTarget | None = None,
         wandb: bool | None = None,
     ) -> None:
         self.settings, self.store, self.ranks = settings, store, ranks
         self.checkpoints = folder / "checkpoints"
         self.started = time.monotonic()
         self.budget_seconds = settings.minutes * 60 if settings.minutes else None
-        if isinstance(head.config, TunedConfig) != (tuned is not None):
-            raise ValueError("`tuned` goes with a head that is trained together with its target, and with no other")
+        require_teacher(head, store)
+        head.learn({str(name): weight for name, weight in settings.objective.items()})
         dtype = run_dtype(settings, ranks.device)
         self.head = head.to(ranks.device, torch.float32)
-        own = (head, parts.to(ranks.device, dtype), dtype)
-        self.step_module = TrainStep(*own) if tuned is None else JointStep(*own, tuned)
+        self.step_module = make_step(head, parts.to(ranks.device, dtype), dtype, store, in_job)
         self.adapter = self.step_module.adapter
         adapter = {} if self.adapter is None else self.adapter.parameters
         self.optimizer = MuonAdamW(
@@ -122,6 +130,8 @@ class Trainer:
             momentum=settings.momentum,
             betas=(settings.betas[0], settings.betas[1]),
             weight_decay=settings.weight_decay,
+            clip=settings.clip,
+            muon=settings.optimizer == "muon",
         )
         if ranks.is_main:
             sweep(self.checkpoints)
@@ -134,12 +144,13 @@ class Trainer:
             store, self.plan, (self.state.epoch, self.state.index), ranks.rank, ranks.world, settings.accumulation + 1
         )
         self.batches_per_step = ranks.world * settings.accumulation
-        self.engine = _engine(self.step_module, self.optimizer, settings, ranks)
-        config = {**settings.model_dump(), "world": ranks.world}
+        self.utilisation = Utilisation.of(self.step_module, self.plan.lengths, ranks)
+        self.engine = Engine(self.step_module, self.optimizer, settings, ranks)
+        config = describe_run(settings, head, store, ranks.world)
         self.tracker = Tracker(folder, self.state.step, wandb, config) if ranks.is_main else None
-        lines = head.config.steps + len(self.step_module.extra)
-        self.window = torch.zeros(lines, len(SUMS), dtype=torch.float64)
-        self.window_tokens, self.window_started = 0, time.monotonic()
+        self.decoded = DecodedValidation.wanted(load_target, self.step_module, store, self.held_out.documents, settings)
+        self.best_by = "tau" if self.decoded is not None and settings.best_by_tau else "tau_walk"
+        self.window = Window(head.step_weights(), self.step_module.extra)
         self.stop = StopRequest()
         self.stopping = self.finished = False
         self.validated_at: int | None = None
@@ -150,6 +161,8 @@ class Trainer:
     def run(self, resume_command: str) -> dict[str, Any]:
         """Train to the end or to a signal; returns the summary that `fit` documents."""
         with self.stop:
+            if self.decoded is not None and self.ranks.is_main and self.state.step != self.state.total_steps:
+                self.decoded.prepare()
             if self.state.total_steps is None:
                 self.state.total_steps = self._fixed_length()
             if self.state.total_steps is None:
@@ -173,7 +186,8 @@ class Trainer:
         counts = ranks.all_sum(torch.stack([self.step_module.loss_counts(b) for b in batches]).sum(0))
         place = (self.state.step, self.state.total_steps)
         self.optimizer.set_lr_factor(lr_factor(*place, s), self.step_module.enter(*place))
-        sums, bad = self.window.new_zeros(self.window.shape, device=ranks.device), []
+        sums = torch.zeros(len(counts), len(SUMS), dtype=torch.float64, device=ranks.device)
+        bad: list[Item] = []
         for item, batch in zip(items, batches, strict=True):
             # the engine divides by the accumulation, its all-reduce by the world: the loss is a global sum already
             loss, part = self.engine(batch, counts, float(self.batches_per_step))
@@ -191,13 +205,11 @@ class Trainer:
             (self.state.epoch, self.state.index), self.batches_per_step
         )
         self.state.updates, self.state.adapter_updates = self.optimizer.updates, self.optimizer.adapter_updates
-        if self.optimizer.skipped:
-            self._left_out(bad or items)
-        else:
-            self.window += pooled[:-2].view_as(self.window).cpu()
-        tokens = int(pooled[-2])
+        left_out, tokens = self.optimizer.skipped, int(pooled[-2])
         self.state.tokens += tokens
-        self.window_tokens += tokens
+        self.window.add(tokens, None if left_out else pooled[:-2], self.optimizer.gradient_norm)
+        if left_out:
+            self._left_out(bad or items)
         self.stopping = bool(pooled[-1])
         bar.advance(1)
 
@@ -209,11 +221,13 @@ class Trainer:
     def _after_step(self, total_steps: int) -> None:
         step, s = self.state.step, self.settings
         interval = s.validation_interval(total_steps)
+        decode = self.decoded is not None and self.decoded.is_due(self.state)
         last = step == total_steps
         if last or self.stopping or step % s.log_every == 0:
             self.log()
-        if last or step % interval == 0:
-            self.validate()
+        if decode or last or step % interval == 0:
+            self.validate(decode)
+        last = step == self.state.total_steps  # a validation may have ended the run
         if last or self.stopping or step % (s.save_every or interval) == 0:
             self.save()
 
@@ -243,6 +257,8 @@ class Trainer:
         limits = [self.settings.steps] if self.settings.steps else []
         if self.settings.epochs:
             limits.append(self.plan.steps_in(self.settings.epochs, self.batches_per_step))
+        if self.settings.tokens:
+            limits.append(self.plan.steps_for(self.settings.tokens, self.batches_per_step))
         return limits
 
     def _pilot(self) -> None:
@@ -258,12 +274,16 @@ class Trainer:
         now = ends[-1]
         step_seconds = self.step_module.mean_seconds([b - a for a, b in itertools.pairwise(ends)])
         self.log()
-        self.validate()
-        tree_seconds = time.monotonic() - now  # the measured tree costs about what a validation does
+        self.validate(decode=self.decoded is not None)
+        decoding = 0.0 if self.decoded is None else self.decoded.seconds
+        tree_seconds = time.monotonic() - now - decoding  # the measured tree costs about what a validation does
         parameters = sum(p.numel() for p in self.step_module.parameters())
         validation_seconds = tree_seconds + parameters * _CHECKPOINT_BYTES / _SAVE_BYTES_PER_SECOND
         left = self.budget_seconds - self._seconds()
-        total = steps_within(left, step_seconds, validation_seconds, self.settings, self.state.step, tree_seconds)
+        total = steps_within(
+            left, step_seconds, validation_seconds, self.settings, self.state.step, tree_seconds,
+            lambda total: 0.0 if self.decoded is None else decoding * self.decoded.count(total),
+        )  # fmt: skip
         self.state.total_steps = self.ranks.from_main(min([total, *self._step_limits()]))
         if self.ranks.is_main:
             say(f"train: {step_seconds:.2f} s a step, so {self.state.total_steps} steps in the time given")
@@ -273,52 +293,56 @@ class Trainer:
 
     def log(self) -> None:
         """Write the figures of the steps since the last call."""
-        seconds = time.monotonic() - self.window_started
-        if self.tracker is not None and self.window_tokens:
-            steps = self.head.config.steps
-            values = summarise(self.window[:steps], self.head.step_weights())
-            for name, line in zip(self.step_module.extra, self.window[steps:].tolist(), strict=True):
-                values[name] = ratio(*line[:2])
-            values |= {
-                "lr_factor": lr_factor(self.state.step - 1, self.state.total_steps, self.settings),
-                "tokens": self.state.tokens,
-                "tokens_per_s": self.window_tokens / seconds,
-                "epoch": self.state.epoch,
-                "skipped": self.state.skipped,
-                "seconds": round(self._seconds(), 3),
-            }
-            self.tracker.log("train", self.state.step, values)
-        self.window.zero_()
-        self.window_tokens, self.window_started = 0, time.monotonic()
+        values = self.window.close() if self.window.tokens else {}
+        if not values or self.tracker is None:
+            return
+        values |= {
+            "lr_factor": lr_factor(self.state.step - 1, self.state.total_steps, self.settings),
+            "mfu": self.utilisation.mfu(values["supervised"], values["tokens_per_s"]),
+            "peak_memory_bytes": peak_memory_bytes(self.ranks.device),
+            "tokens": self.state.tokens,
+            "epoch": self.state.epoch,
+            "skipped": self.state.skipped,
+            "seconds": round(self._seconds(), 3),
+        }
+        self.tracker.log("train", self.state.step, values)
 
-    def validate(self) -> None:
-        """Validate, log, and keep the head if its tau_walk is the best so far."""
+    def validate(self, decode: bool) -> None:
+        """Validate, log, keep the head if it is the best so far, and end the run if it has been none for too long.
+
+        Args:
+            decode: also decode held-out prompts.
+        """
         if self.validated_at == self.state.step:
             return
         self.validated_at = self.state.step
-        found = validate(self.step_module, self.store, self.held_out, self.settings.validate_depth, self.ranks)
-        if self.tracker is not None:
-            self.tracker.log("validation", self.state.step, {**found, "seconds": round(self._seconds(), 3)})
-            first = found["acceptance_cumulative"][0]
-            say(f"step {self.state.step}: tau_walk {found['tau_walk']:.3f}, first draft right {first:.1%}")
-        if self.state.best_tau_walk is None or found["tau_walk"] > self.state.best_tau_walk:
-            self.state.best_tau_walk, self.state.best_step = found["tau_walk"], self.state.step
-            if self.ranks.is_main:
-                save_best(self.checkpoints, self.head, {"step": self.state.step, **found}, self.adapter)
-        self.window_started = time.monotonic()
+        with self.window.paused(), self.engine.whole():
+            found = validate(self.step_module, self.store, self.held_out, self.settings.validate_depth, self.ranks)
+            if decode and self.decoded is not None:
+                found |= self.ranks.from_main(self.decoded.measure() if self.ranks.is_main else None)
+            if self.tracker is not None:
+                self.tracker.log("validation", self.state.step, {**found, "seconds": round(self._seconds(), 3)})
+                say(f"step {self.state.step}: {describe(found)}")
+            if note(found, self.state, self.best_by) and self.ranks.is_main:
+                chosen = {"step": self.state.step, "best_by": self.best_by, **found}
+                save_best(self.checkpoints, self.head, chosen, self.adapter)
+        if is_past_best(self.state, self.settings.patience):
+            self.state.total_steps = self.state.step
 
     def save(self) -> None:
         """Write a checkpoint; all ranks wait for it."""
         self.state.seconds = round(self._seconds(), 3)
-        if self.ranks.is_main:
-            save_checkpoint(self.checkpoints, self.head, self.optimizer, self.state, self.adapter)
-        self.ranks.barrier()
-        self.window_started = time.monotonic()
+        with self.window.paused(), self.engine.whole():
+            tensors = self.optimizer.named_state()
+            if self.ranks.is_main:
+                save_checkpoint(self.checkpoints, self.head, tensors, self.state, self.adapter)
+            self.ranks.barrier()
 
     def _grow_tree(self) -> None:
         """Save the best head's own static tree with it, the last thing a run does."""
         before, depth = time.monotonic(), self.settings.validate_depth
-        grow_tree(self.checkpoints / "best", self.step_module, self.store, self.held_out, depth, self.ranks)
+        with self.engine.whole():
+            grow_tree(self.checkpoints / "best", self.step_module, self.store, self.held_out, depth, self.ranks)
         self.tree_seconds = round(time.monotonic() - before, 3)
         self.finished = True
 
@@ -357,8 +381,12 @@ class Trainer:
             "tokens": state.tokens,
             "seconds": round(self._seconds(), 3),
             "tree_seconds": self.tree_seconds,
+            "decode_seconds": None if self.decoded is None else round(self.decoded.total_seconds, 3),
+            "best_by": self.best_by,
             "best_step": state.best_step,
+            "best_tau": state.best_tau,
             "best_tau_walk": state.best_tau_walk,
+            "stopped_early": is_past_best(state, self.settings.patience),
             "skipped": state.skipped,
             "checkpoint": str(self.checkpoints / "best"),
             **self.documents,
@@ -369,17 +397,3 @@ def run_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
     """The dtype that a run computes in."""
     found: torch.dtype = auto_dtype(device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
     return found
-
-
-def _engine(module: TrainStep, optimizer: MuonAdamW, settings: TrainSettings, ranks: Ranks) -> Any:
-    deepspeed = import_deepspeed()
-    folder = resources.files(__package__.partition(".")[0]) / "configs" / "deepspeed"
-    config = {
-        **json.loads((folder / "zero0.json").read_text(encoding="utf-8")),
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": settings.accumulation,
-        "gradient_clipping": settings.clip,
-    }
-    with quietly():
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine

@@ -83,7 +83,7 @@ class TunedTarget:
         starts = [0]
         for n in lengths:
             starts.append(starts[-1] + n)
-        found: list[Tensor] = [batch.last] * len(lengths)
+        found: list[Tensor] = [batch.tokens] * len(lengths)
         for group in plan_forward(lengths, max(len(batch.tokens), *lengths)):
             padded = batch.tokens.new_zeros(len(group), max(lengths[i] for i in group))
             for line, i in enumerate(group):
@@ -182,6 +182,7 @@ class JointStep(TrainStep):
         with self.autocast():
             goal = self.tuned.original_states(seen)
         rows = answer_rows(seen)
+        assert seen.last is not None  # `seen` set it
         moved, fixed = self.parts.normed(seen.last[rows]), self.parts.normed(goal[rows])
         divergence, _ = measured_divergence(moved, fixed, self.parts.lm_head)
         return torch.stack((divergence, rows.sum().double()))[None]
@@ -200,7 +201,8 @@ class JointStep(TrainStep):
             goal = self.tuned.original_states(batch)
             last = self.tuned.states(batch)
             passed = last.detach() + self.phase.weight * (last - last.detach())  # the very values of `last`
-            stats = self.head.losses(dataclasses.replace(batch, last=passed), self.parts)
+            seen = dataclasses.replace(batch, last=passed)
+            stats = self.head.losses(seen, self.parts, scales=self.scales(by_head))
             rows = answer_rows(batch)
             moved, fixed = self.parts.normed(last[rows]), self.parts.normed(goal[rows])
             divergence, equal = kl_divergence(moved, fixed, self.parts.lm_head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from .settings import TrainSettings
 
@@ -38,6 +39,7 @@ def steps_within(
     settings: TrainSettings,
     done: int,
     after_seconds: float = 0.0,
+    decoding_seconds: Callable[[int], float] = lambda total_steps: 0.0,
 ) -> int:
     """Total steps of a time-limited run.
 
@@ -48,16 +50,16 @@ def steps_within(
         settings: says how often it validates.
         done: steps already taken.
         after_seconds: cost of what follows the last step's validation.
+        decoding_seconds: measured cost of all decodings of a run of so many steps.
 
     Returns:
         The largest number of steps (at least done + 1) whose training and validations fit with what follows.
     """
     seconds_left -= after_seconds
     total = done + max(1, int(seconds_left / step_seconds))
-    for _ in range(20):  # the number of validations depends on the total, a little
-        validations = math.ceil(total / settings.validation_interval(total))
-        fits = done + max(1, int((seconds_left - validations * validation_seconds) / step_seconds))
-        if fits >= total:
+    while total > done + 1:  # what is spent between the steps depends on the total, a little
+        spent = math.ceil(total / settings.validation_interval(total)) * validation_seconds + decoding_seconds(total)
+        if (total - done) * step_seconds + spent <= seconds_left:
             break
-        total = fits
+        total -= 1
     return total

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,6 +13,7 @@ from ..errors import DraftsmithError
 from ..heads.named import head_file, head_names
 
 DEFAULT_EPOCHS = 10
+LIMITS = ("epochs", "steps", "tokens", "minutes")
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 
 
@@ -41,10 +43,12 @@ class TrainSettings(_Strict):
 
     epochs: int | None = Field(default=None, ge=1)
     steps: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
     minutes: float | None = Field(default=None, gt=0)
     token_budget: int = Field(default=1024, ge=8)
     accumulation: int = Field(default=1, ge=1)
     max_length: int = Field(default=2048, ge=4)
+    optimizer: Literal["muon", "adamw"] = "muon"
     lr_matrix: float = Field(default=4e-3, gt=0)
     lr_other: float = Field(default=5e-4, gt=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -53,24 +57,50 @@ class TrainSettings(_Strict):
     warmup: int = Field(default=20, ge=0)
     schedule: Literal["cosine", "wsd"] = "cosine"
     clip: float = Field(default=1.0, gt=0)
+    objective: dict[Literal["soft_ce", "ce", "tv", "lk"], Annotated[float, Field(ge=0)]] = {}
+    """Laid over the family's own; see `heads.objectives`."""
     seed: int = 0
     validate_every: int | None = Field(default=None, ge=1)
     validate_documents: int = Field(default=48, ge=1)
     validate_depth: int = Field(default=4, ge=1)
+    decode_documents: int = Field(default=8, ge=0)
+    decode_tokens: int = Field(default=48, ge=2)
+    decode_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    patience: int | None = Field(default=None, ge=1)
     save_every: int | None = Field(default=None, ge=1)
     log_every: int = Field(default=10, ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    deepspeed: str = "auto"
+    mode: Literal["auto", "offline", "online"] = "auto"
 
     @model_validator(mode="before")
     @classmethod
     def _some_limit(cls, values: Any) -> Any:
-        if isinstance(values, dict) and all(values.get(key) is None for key in ("epochs", "steps", "minutes")):
+        if isinstance(values, dict) and all(values.get(key) is None for key in LIMITS):
             return {**values, "epochs": DEFAULT_EPOCHS}
         return values
 
+    @model_validator(mode="after")
+    def _patience_needs_tau(self) -> Self:
+        if self.patience is not None and not self.best_by_tau:
+            raise DraftsmithError(
+                f"train.patience = {self.patience} waits for decoded taus in the middle of the run: set "
+                "train.decode_documents above 0 and train.decode_every to auto or a number, too"
+            )
+        return self
+
+    @property
+    def best_by_tau(self) -> bool:
+        """Whether the best checkpoint is chosen by decoded tau; else by tau_walk."""
+        return self.decode_documents > 0 and self.decode_every is not None
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide what is trained: not where; nor from where states come, which the stage says."""
+        return self.model_dump(exclude={"deepspeed", "mode"})
+
     def validation_interval(self, total_steps: int) -> int:
-        """Steps between two validations."""
-        return self.validate_every or max(1, min(500, total_steps // 4))
+        """Steps between two validations; the last one is at the end, rounding makes none just before it."""
+        return self.validate_every or min(500, math.ceil(total_steps / 4))
 
 
 CHAINS = ["chain:1", "chain:2", "chain:3", "chain:4"]

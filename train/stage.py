@@ -31,9 +31,11 @@ from ..heads.vocab import DraftVocab
 from ..manifest import Stage
 from ..progress import say
 from .batches import held_out_documents
-from .drift import expected_seconds, measure_drift
+from .drift import LoadTarget, expected_seconds, measure_drift
 from .fit import fit, run_dtype
 from .joint import TunedTarget
+from .online import refuse_tuned
+from .placement import load_online_target, training_bytes
 from .ranks import process_group
 from .settings import HeadRecipe, TrainSettings
 
@@ -42,12 +44,13 @@ STAGE, VERSION = "train", 2
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where the target lies, and how it computes here."""
+    """Where the target lies, how it computes here, and whether it does so in every step of training."""
 
     location: str
     revision: str | None
     device: torch.device
     dtype: torch.dtype
+    online: bool
 
 
 def train_stage(
@@ -57,6 +60,7 @@ def train_stage(
     revision: str | None,
     features: Path,
     folder: Path,
+    online: bool = False,
     target_id: str | None = None,
     recorded_revision: str | None = None,
     budget_seconds: float | None = None,
@@ -69,8 +73,9 @@ def train_stage(
         recipe: the head's settings; with its `train.minutes` they identify the run, so another time budget, whose
             learning-rate schedule differs, is another run.
         location, revision: the target.
-        features: folder of its collected store.
+        features: folder of its collected store; in online training the one that `online.collect_tokens` fills.
         folder: the stage's own folder.
+        online: the target computes its states in every step; such a run is another than one on stored states.
         target_id: name of the target in the head's config; None takes `location`.
         recorded_revision: what the head's config says of the target's revision, where `from_pretrained` needs none.
         budget_seconds: what is really left of the run's time, from this call on; overrides `train.minutes`, identifies
@@ -83,14 +88,18 @@ def train_stage(
         False after a signal; the caller should then leave with its "exit_code".
 
     Raises:
-        DraftsmithError: features of another target or other layers, or whatever `fit` raises.
+        DraftsmithError: features of another target or other layers, online training of a head that is trained together
+            with its target, or whatever `load_online_target` or `fit` raise.
     """
     minutes = recipe.train.minutes
     seconds = budget_seconds if budget_seconds is not None or minutes is None else minutes * 60
     until = None if seconds is None else time.monotonic() + seconds
     names = (target_id or location, recorded_revision or revision)
-    config, vocab, coverage, store = prepare_head(recipe, location, revision, features, names)
-    identity = {"features": store.digest, "head": config.to_dict(), "train": recipe.train.model_dump()}
+    config, vocab, coverage, store = prepare_head(recipe, location, revision, features, names, online)
+    identity = {"features": store.digest, "head": config.to_dict(), "train": recipe.train.identity()}
+    if online:
+        refuse_tuned(config)
+        identity["mode"] = "online"
     with process_group() as ranks:
         stage = Stage.open(folder, STAGE, VERSION, identity) if ranks.is_main else None
         done = ranks.from_main(stage.manifest if stage else None)
@@ -99,8 +108,8 @@ def train_stage(
         if ranks.is_main:
             share = f"{coverage:.2%} of the answers' tokens"
             say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
-        place = _Place(location, revision, ranks.device, run_dtype(recipe.train, ranks.device))
-        options = {"resume_command": resume_command, "wandb": wandb}
+        place = _Place(location, revision, ranks.device, run_dtype(recipe.train, ranks.device), online)
+        options = {"resume_command": resume_command, "wandb": wandb, "load_target": _loader(place)}
         result = _fitted(recipe.train, store, config, vocab, folder, place, until, ranks.is_main, **options)
         result["vocabulary_coverage"] = coverage
         if isinstance(config, TunedConfig) and ranks.is_main and result["finished"]:
@@ -152,6 +161,12 @@ def _fitted(
             after = expected_seconds(tuned, loading, store, held_out_documents(store, settings), settings.max_length)
             if is_main:
                 say(f"train: {after:.0f} s are kept for measuring how far the target has moved")
+    elif place.online:
+        frozen = load_online_target(
+            *target, place.dtype, place.device, training_bytes(head, settings.token_budget, place.dtype)
+        )
+        parts = frozen.parts()
+        options |= {"online": frozen, "load_target": lambda *, adapter: frozen}
     budget = None if until is None else until - time.monotonic() - after
     return fit(settings, store, parts, head, folder, tuned=tuned, budget_seconds=budget, **options)
 
@@ -159,11 +174,15 @@ def _fitted(
 def _drift(best: Path, store: FeatureStore, settings: TrainSettings, place: _Place) -> dict[str, Any]:
     """How far the best checkpoint's adapter moves the target."""
     before = time.monotonic()
-    load = functools.partial(
+    documents = held_out_documents(store, settings)
+    found = measure_drift(_loader(place), best / FOLDER, store, documents, settings.max_length)
+    return {"drift": found, "drift_seconds": round(time.monotonic() - before, 3)}
+
+
+def _loader(place: _Place) -> LoadTarget:
+    return functools.partial(
         Target.load, place.location, revision=place.revision, dtype=place.dtype, device=str(place.device)
     )
-    found = measure_drift(load, best / FOLDER, store, held_out_documents(store, settings), settings.max_length)
-    return {"drift": found, "drift_seconds": round(time.monotonic() - before, 3)}
 
 
 def prepare_head(
@@ -172,11 +191,13 @@ def prepare_head(
     revision: str | None,
     features: Path,
     names: tuple[str, str | None] | None = None,
+    online: bool = False,
 ) -> tuple[HeadConfig, DraftVocab, float, FeatureStore]:
     """Open the store, choose the vocabulary and derive the head's config: seconds, nothing is trained.
 
     Args:
         names: id and revision of the target as the head's config records them; None takes location and revision.
+        online: the store holds documents without states.
 
     Returns:
         The config, the vocabulary, its coverage of the answers' tokens (0..1), and the store.
@@ -188,7 +209,7 @@ def prepare_head(
     tokenizer = load_tokenizer(location, revision)
     mark = fingerprint(resolve_folder(location, revision))
     layer_ids = recipe.head.layer_ids or default_layer_ids(target.num_hidden_layers)
-    store = FeatureStore.open(features, fingerprint=mark, layer_ids=layer_ids)
+    store = FeatureStore.open(features, fingerprint=mark, layer_ids=() if online else layer_ids)
     size = recipe.head.vocab_size_for(store.vocab_size)
     vocab, coverage = choose_vocab(store, size, _end_ids(target, tokenizer))
     config = _build_config(

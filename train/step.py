@@ -85,8 +85,13 @@ class TrainStep(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.parts.embed.device.type, dtype=self.dtype)
 
+    def scales(self, denominators: Tensor) -> list[float]:
+        """What `global_loss` multiplies each step's sum by."""
+        counts = denominators.clamp(min=1).tolist()
+        return [w / count for w, count in zip(self.head.step_weights(), counts, strict=True)]
+
     def forward(self, batch: Batch, denominators: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return scale * this batch's share of the loss, and its `stat_sums` with a row for each extra loss."""
         with self.autocast():
-            stats = self.head.losses(batch, self.parts)
+            stats = self.head.losses(batch, self.parts, scales=self.scales(denominators))
         return scale * global_loss(stats, self.head.step_weights(), denominators), stat_sums(stats)

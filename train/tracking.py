@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text
+from ..data_recipes.store import FeatureStore
+from ..files import read_json, write_text
+from ..heads.base import DraftHead
+from ..manifest import MANIFEST
 from ..progress import say
+from .settings import TrainSettings
 
-METRICS = "metrics.jsonl"
+METRICS, WANDB_ID = "metrics.jsonl", "wandb-id.txt"
+_KEY = "WANDB_API_KEY"
 
 
 class Tracker:
     """Appends one JSON object a line to `folder/metrics.jsonl`.
+
+    A run that goes on after an interruption is the same W&B run: its id is kept in the folder. What W&B has of steps
+    that are taken again stays, as they give the same figures; so its steps never go backwards.
 
     Args:
         folder: the run's folder.
@@ -29,50 +38,87 @@ class Tracker:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
-        write_text(self.path, "".join(_lines_up_to(self.path, step)))
+        lines = _whole_lines(self.path)
+        write_text(self.path, "".join(text for text, values in lines if values["step"] <= step))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        wanted = bool(os.environ.get("WANDB_API_KEY")) if wandb is None else wandb
+        wanted = bool(os.environ.get(_KEY)) if wandb is None else wandb
+        self._sent: dict[str, int] = {}
+        """The last step, by kind, that W&B has."""
+        if wanted and (folder / WANDB_ID).exists():
+            self._sent = {values["kind"]: values["step"] for _, values in lines}
         self._run = _start_wandb(folder, config or {}) if wanted else None
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write figures of one kind ("train" or "validation") after `step` steps."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
-        if self._run is not None:
+        if self._run is not None and step > self._sent.get(kind, -1):
             self._run.log(_flat(kind, values), step=step)
 
     def close(self) -> None:
-        """Close the file and the W&B run."""
+        """Close the file and the W&B run; says how to upload one that ran offline."""
         self._file.close()
         if self._run is not None:
             self._run.finish()
+            if self._run.offline:
+                say(f"Weights & Biases ran offline; to upload: wandb sync {self._run.sync_dir}")
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    kept = []
+def describe_run(settings: TrainSettings, head: DraftHead, store: FeatureStore, world: int) -> dict[str, Any]:
+    """What W&B notes of a run: settings, the head's config, and of the data totals and its manifest's identity."""
+    manifest = store.folder / MANIFEST
+    data = {"digest": store.digest, "teacher": store.meta.teacher, "sources": store.sources, **store.totals()}
+    if manifest.exists():
+        data["manifest"] = read_json(manifest)["identity"]
+    return {"train": settings.model_dump(), "head": head.config.to_dict(), "data": data, "world": world}
+
+
+def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines with what they hold, up to the first that isn't whole: the last one of a killed run."""
+    found: list[tuple[str, dict[str, Any]]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                if json.loads(line)["step"] > step:
-                    break
+                values = json.loads(line)
+                found.append((line, {"kind": values["kind"], "step": values["step"]}))
             except (ValueError, KeyError):
-                break  # the last line of a killed run
-            kept.append(line)
-    return kept
+                break
+    return found
 
 
 def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
     if os.environ.get("WANDB_MODE") == "disabled":
         return None
-    if not os.environ.get("WANDB_API_KEY"):
+    if not os.environ.get(_KEY):
         os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")  # it is said here what it would say
+    os.environ.setdefault("WANDB_CONSOLE", "off")
     try:
         import wandb
 
-        return wandb.init(project="draftsmith", name="/".join(folder.parts[-3:]), dir=str(folder), config=config)
+        return wandb.init(
+            project="draftsmith",
+            id=_run_id(folder),
+            resume="allow",
+            name="/".join(folder.parts[-3:]),
+            dir=str(folder),
+            config=config,
+        )
     except Exception as error:  # figures on a web page are no reason to lose a training run
-        say(f"Weights & Biases is left out: {error}")
+        say(f"Weights & Biases is left out: {_without_key(str(error))}")
         return None
+
+
+def _run_id(folder: Path) -> str:
+    path = folder / WANDB_ID
+    if not path.exists():
+        write_text(path, secrets.token_hex(4) + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _without_key(text: str) -> str:
+    key = os.environ.get(_KEY)
+    return text.replace(key, "<key>") if key else text
 
 
 def _flat(kind: str, values: dict[str, Any]) -> dict[str, float]:

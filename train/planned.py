@@ -1,0 +1,231 @@
+"""A run on paper: memory of every stage and their hours, from shapes, settings and a device's figures.
+
+Rates are rooflines times the efficiencies below, unless a measured one is given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..data_recipes import estimate as data
+from ..data_recipes.estimate import Corpus
+from ..eval import speedup
+from ..eval.speedup import Hardware
+from ..heads.base import DraftHead
+from ..heads.costs import HeadCosts
+from ..heads.shapes import TargetShapes
+from . import estimate as training
+from .estimate import Rows
+from .settings import DEFAULT_EPOCHS, TrainSettings
+
+_ARENA = 512
+"""Cache rows come in blocks of so many."""
+_SAVED_BYTES, _SAVE_RATE = 12, 200e6
+"""Of a parameter in a checkpoint, at most, and bytes a second: what `train/fit.py` reckons with, too."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that the passes reach, and what the host adds.
+
+    Attributes:
+        decode: of arithmetic or bandwidth, whichever bounds a decoding step; forward: of arithmetic in long passes;
+            train: in a training step; update: of fp32 arithmetic in the optimizer.
+        launch: seconds that the host needs to start one layer of the unmodified model.
+        process: bytes of libraries, or of a CUDA context, in every process.
+    """
+
+    decode: float
+    forward: float
+    train: float
+    update: float
+    launch: float
+    process: float
+
+
+# The CPU's were measured on two cores with AVX2 (SmolLM2-135M, 64 slots), with libraries but without a model in memory;
+# the GPU's are assumed: nothing here has been measured on one yet.
+EFFICIENCY = {
+    False: Efficiency(decode=0.45, forward=0.6, train=0.6, update=0.6, launch=0.0, process=0.28e9),
+    True: Efficiency(decode=0.6, forward=0.5, train=0.35, update=0.6, launch=0.5e-3, process=0.5e9),
+}
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Settings of the data stages that decide time or memory.
+
+    Attributes:
+        chunk: conversations of a chunk; val_every: of so many one is held out.
+        slots: sequences decoded at a time; length: tokens of the longest prompt with its answer.
+        token_budget: rows of a collecting pass.
+    """
+
+    chunk: int = 128
+    val_every: int = 25
+    slots: int = 64
+    length: int = 1280
+    token_budget: int = 4096
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that a plan computes from.
+
+    Attributes:
+        shapes: of the target; head: without memory; costs: of the head; aux: stored aux layers.
+        train, stages: settings. corpus: what is trained on.
+        hardware, devices, memory: kind, number, and bytes of each.
+    """
+
+    shapes: TargetShapes
+    head: DraftHead
+    costs: HeadCosts
+    aux: int
+    train: TrainSettings
+    stages: StageSizes
+    corpus: Corpus
+    hardware: Hardware
+    devices: int
+    memory: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number in computing."""
+        return speedup.weight_bytes(self.hardware)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Of this kind of device."""
+        return EFFICIENCY[self.hardware.is_gpu]
+
+    @property
+    def copy_devices(self) -> int:
+        """Devices that a copy of the target needs, a fifth left for caches; a power of two, as engines take them."""
+        needed = 1.25 * data.target_bytes(self.shapes, self.size, packed=not self.hardware.is_gpu) / self.memory
+        return 1 << max(0, math.ceil(math.log2(needed)))
+
+    @property
+    def rows(self) -> Rows:
+        """Of a training batch: the budget, or one document where that is longer."""
+        total = max(self.train.token_budget, min(self.train.max_length, self.corpus.longest))
+        return Rows(total, round(self.corpus.supervised * total))
+
+
+def memory_by_stage(p: Planned) -> dict[str, Any]:
+    """Bytes of a device by stage; on a CPU everything is its one memory."""
+    size, on_host = p.size, not p.hardware.is_gpu
+    base = {"process": p.efficiency.process, "target": data.target_bytes(p.shapes, size, packed=on_host)}
+    mean = p.corpus.tokens / p.corpus.documents
+    answers = data.regenerate_memory(
+        p.shapes, p.aux, size, slots=p.stages.slots, length=-(-p.stages.length // _ARENA) * _ARENA,
+        chunk_tokens=round(p.stages.chunk * mean),
+    )  # fmt: skip
+    states = data.collect_memory(p.shapes, p.aux, size, p.stages.token_budget)
+    host = {"regenerate": answers.pop("states") + answers.pop("chunk"), "collect": states.pop("states")}
+    found: dict[str, Any] = {"regenerate": {**base, **answers}, "collect": {**base, **states}}
+    if on_host:
+        for stage, more in host.items():
+            found[stage]["states"] = more
+    for stage, parts in found.items():
+        found[stage] = {"bytes": parts, "all": sum(parts.values()), "host": 0.0 if on_host else host[stage]}
+        found[stage]["fits"] = found[stage]["all"] <= p.memory
+    return {**found, "train": _train_memory(p)}
+
+
+def _train_memory(p: Planned) -> dict[str, Any]:
+    rank, tuned = getattr(p.head.config, "lora_rank", None), 0.0
+    if rank is not None:
+        tuned = training.target_training_bytes(p.shapes, p.rows.total, p.size, rank)
+    memory = training.train_memory(p.head, p.shapes, p.rows, p.size, tuned)
+    base, host = p.efficiency.process, {}
+    if not p.hardware.is_gpu:
+        # One process goes through all stages: what its heap gave to the target's layers it keeps. Mapped features count
+        # as its memory once they were read, though the system takes such pages back when it needs them.
+        host = {"left": 2.0 * p.size * p.shapes.linear, "mapped": data.disk(p.corpus, p.shapes, p.aux)["bf16"]["all"]}
+        base += host["left"] + min(host["mapped"], p.memory / 2)
+    totals = {f"zero{stage}": base + memory.total(stage, p.devices) for stage in training.ZERO_STAGES}
+    online = memory.total(0, p.devices) + base + (0.0 if tuned else p.size * p.shapes.params)
+    return {
+        "bytes": {"process": p.efficiency.process, **host, **vars(memory)},
+        **totals,
+        "online": online,
+        "fits": totals["zero0"] <= p.memory,
+        "fits_online": online <= p.memory,
+    }
+
+
+def train_seconds(p: Planned, tokens: float, steps: float, validations: float, validated: float) -> float:
+    """Seconds of training on one device's share.
+
+    Args:
+        tokens: of all batches; steps: of the optimizer; validations: how often, each with a checkpoint; validated:
+            held-out tokens of each.
+    """
+    h, e, share = p.hardware, p.efficiency, p.corpus.supervised
+    keys = min(p.train.max_length, p.corpus.tokens / p.corpus.documents) / 2
+    whole = p.costs.train_flops(share, keys)
+    overlap = 2.0 * p.costs.hidden * share * p.costs.steps * (p.shapes.vocab + p.costs.draft_vocab)
+    rows = (tokens * whole + validations * validated * (whole / 3 * 2 + overlap)) / (h.bf16 * e.train)
+    saving = validations * _SAVED_BYTES * p.costs.params / _SAVE_RATE
+    return rows + steps * training.update_flops(p.head) / (h.fp32 * e.update) + saving
+
+
+def decode_rate(p: Planned, devices: int, slots: int, context: float) -> float:
+    """Tokens a second of one copy of the target, spread over `devices`, with all slots taken."""
+    step = speedup.target_pass(p.shapes, p.hardware, batch=slots, context=round(context))
+    host = p.efficiency.launch * p.shapes.layers if devices == 1 else 0.0  # several devices: a serving engine
+    return slots / max(step.seconds / p.efficiency.decode / devices, host)
+
+
+def regenerate_seconds(p: Planned, slots: int) -> float:
+    """Seconds of one copy of the target for all answers: prompts read, then steps with all slots taken."""
+    c, mean = p.corpus, p.corpus.tokens / p.corpus.documents
+    copy = p.copy_devices
+    prompts = (c.tokens - c.answer_tokens) * p.shapes.flops(mean / 2) / (copy * p.hardware.bf16 * p.efficiency.forward)
+    return prompts + c.answer_tokens / decode_rate(p, copy, slots, mean * (1 - c.answer_tokens / c.tokens / 2))
+
+
+def hours(p: Planned, tokens_per_s: float | None) -> dict[str, Any]:
+    """Hours of all devices together, by stage; None where the target doesn't fit.
+
+    Args:
+        tokens_per_s: measured decoding rate of all machines together.
+    """
+    c, e, t = p.corpus, p.efficiency, p.train
+    copies = max(1, p.devices // p.copy_devices)
+    if tokens_per_s is not None:
+        answers: float | None = c.answer_tokens / tokens_per_s
+    elif p.copy_devices > p.devices:
+        answers = None
+    else:
+        answers = regenerate_seconds(p, p.stages.slots) / copies
+    in_process = p.copy_devices == 1
+    forward = p.shapes.flops(c.tokens / c.documents / 2, logits=False)
+    collected = c.tokens * forward / (p.hardware.bf16 * e.forward) / p.devices if in_process else None
+    epochs = t.epochs or DEFAULT_EPOCHS
+    tokens = epochs * c.tokens
+    batch = max(t.token_budget, c.tokens / c.documents)  # a document longer than the budget is a batch of its own
+    steps = math.ceil(tokens / (batch * t.accumulation * p.devices))
+    validated = min(t.validate_documents, max(1, c.documents // p.stages.val_every)) * c.tokens / c.documents
+    validations = math.ceil(steps / t.validation_interval(steps)) + 1
+    trained = train_seconds(p, tokens / p.devices, steps, validations, validated / p.devices)
+    optimizer = steps * training.update_flops(p.head) / (p.hardware.fp32 * e.update)
+    return {
+        "regenerate": _h(answers),
+        "tokens_per_s": None if not answers else c.answer_tokens / answers,
+        "measured": tokens_per_s is not None,
+        "through_servers": not in_process,
+        "collect": _h(collected),
+        "train": _h(trained),
+        "optimizer": _h(optimizer),
+        "epochs": epochs,
+        "steps": steps,
+        "online": _h(None if collected is None else trained + epochs * collected),
+    }
+
+
+def _h(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 3600
