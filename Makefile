@@ -13,8 +13,11 @@ export TOKENIZERS_PARALLELISM := false
 model_flag = $(if $(MODEL),--model "$(MODEL)")
 run_flags = $(model_flag) $(if $(HEAD),--head "$(HEAD)") $(if $(RUN),--run "$(RUN)")
 train_flags = $(run_flags) $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--data "$(DATA)") \
+	$(if $(ANSWERS),--answers "$(ANSWERS)") $(if $(SERVER),--server "$(SERVER)") $(if $(MODE),--mode "$(MODE)") \
 	$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)") $(if $(NNODES),--nnodes "$(NNODES)") \
 	$(if $(NODE_RANK),--node-rank "$(NODE_RANK)") $(if $(MASTER),--master "$(MASTER)")
+
+jobs = $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 
 .PHONY: help setup train eval compare tour bench test lint gate clean no-push
 
@@ -29,6 +32,9 @@ help: ## show this
 	@echo "  HEAD        the kind of draft head (configs/heads/)                [eagle3]"
 	@echo "  RECIPE      where prompts come from (configs/recipes/)             [the model's own]"
 	@echo "  DATA        a file or folder of your own conversations"
+	@echo "  ANSWERS     whose answers to train on: target, dataset             [what the time allows]"
+	@echo "  SERVER      OpenAI-compatible servers that answer: URL[,URL]       [this machine]"
+	@echo "  MODE        states of the target: offline (stored), online         [offline where the disk allows]"
 	@echo "  MINUTES     budget of the whole run                                [15]"
 	@echo "  GPUS        devices on this machine                                [all visible]"
 	@echo "  NNODES, NODE_RANK, MASTER   several machines: how many, which one this is, host of the first"
@@ -53,8 +59,8 @@ tour: no-push setup ## train every head family for a few minutes on the same ans
 	@$(BIN)/draftsmith tour $(model_flag) $(if $(HEADS),--heads "$(HEADS)") $(if $(RECIPE),--recipe "$(RECIPE)") \
 		$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)")
 
-test: setup ## run the test suite
-	@$(BIN)/pytest -q
+test: setup ## run the test suite, in as many processes as there are cores (4 at most; JOBS=1 for one)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -q -n $(or $(JOBS),$(jobs)) --dist loadfile
 
 lint: setup ## formatting, style, types, import floors
 	$(BIN)/ruff format --check
@@ -63,7 +69,7 @@ lint: setup ## formatting, style, types, import floors
 	MYPYPATH=.venv/link $(BIN)/mypy scripts
 	PYTHONPATH=.venv/link $(BIN)/lint-imports
 
-bench: setup ## measure the decoder against transformers.generate: make bench BENCH=decoder (a quarter of an hour)
+bench: setup ## measure: make bench BENCH=decoder (against transformers.generate, a quarter of an hour), BENCH=data
 	@$(BIN)/draftsmith bench $(or $(BENCH),decoder) $(model_flag)
 
 gate: setup ## overfit the default target: the gate for changes to training or decoding (minutes)

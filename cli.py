@@ -13,11 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from .errors import DraftsmithError
+from .options import COMMANDS, OPTIONS, SAMPLING
+
+if TYPE_CHECKING:
+    from .run_config import RunConfig
 
 app = typer.Typer(
     name="draftsmith",
@@ -28,146 +32,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# What an option takes, and its default. Every command has those that its row in _COMMANDS names.
-_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "prompt": (Annotated[str, typer.Argument(help="What the user says; - reads standard input.")], "-"),
-    "bench": (Annotated[str, typer.Argument(help="What to measure: decoder.", metavar="[NAME]")], "decoder"),
-    "overrides": (
-        Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, the same as --set.", metavar="[KEY=VALUE]...")],
-        None,
-    ),
-    "model": (
-        Annotated[str | None, typer.Option(help="Target: a short name, a hub id or a folder.  [smollm2-135m]")],
-        None,
-    ),
-    "head": (Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")], None),
-    "recipe": (Annotated[str | None, typer.Option(help="Where prompts come from.  [the target's own]")], None),
-    "data": (
-        Annotated[Path | None, typer.Option(help="File or folder of your own conversations, instead of a recipe.")],
-        None,
-    ),
-    "minutes": (Annotated[float | None, typer.Option(min=0.01, help="Time budget.")], None),
-    "gpus": (Annotated[int | None, typer.Option(min=1, help="Devices on this machine.  [all visible]")], None),
-    "nnodes": (Annotated[int | None, typer.Option("--nnodes", min=1, help="Machines in all.  [1]")], None),
-    "node_rank": (Annotated[int | None, typer.Option(min=0, help="Number of this machine, from 0.  [0]")], None),
-    "master": (Annotated[str | None, typer.Option(help="Host of machine 0; needed with several machines.")], None),
-    "run": (Annotated[str | None, typer.Option(help="Name of the run, to keep several heads of one kind.")], None),
-    "runs": (Annotated[Path | None, typer.Option(help="Folder that holds all runs.  [runs]")], None),
-    "config": (Annotated[Path | None, typer.Option(help="YAML file with any part of the configuration.")], None),
-    "set_": (
-        Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, e.g. train.token_budget=2048; may repeat.")],
-        None,
-    ),
-    "dry_run": (
-        Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")],
-        False,
-    ),
-    "drafter": (
-        Annotated[
-            str | None,
-            typer.Option(help="plain, prompt-lookup, lookahead, draft-model or head (a trained one).  [head]"),
-        ],
-        None,
-    ),
-    "draft_model": (
-        Annotated[str | None, typer.Option(help="Small model of the same tokenizer, named like --model.")],
-        None,
-    ),
-    "tree": (
-        Annotated[
-            str | None,
-            typer.Option(
-                help="chain:4, static:0,1,0.0, dynamic:10x6x60, or own:16, the tree measured for the head.  [a head's: "
-                "the one its report chose; else chain:4]"
-            ),
-        ],
-        None,
-    ),
-    "heads": (
-        Annotated[str | None, typer.Option(help="Names of heads (HEAD or HEAD@RUN), with commas between.  [all]")],
-        None,
-    ),
-    "prompts": (Annotated[int | None, typer.Option(min=1, help="Held-out prompts.  [8]")], None),
-    "answer_tokens": (
-        Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.  [64]")],
-        None,
-    ),
-    "with_union": (
-        Annotated[
-            bool, typer.Option("--with-prompt-lookup", help="Also join looked-up drafts to the fastest head's trees.")
-        ],
-        False,
-    ),
-    "train_minutes": (
-        Annotated[float | None, typer.Option("--minutes", min=0.01, help="Training of each.  [4]")],
-        None,
-    ),
-    "with_prompt_lookup": (
-        Annotated[bool, typer.Option("--with-prompt-lookup", help="Add what Prompt Lookup finds to every tree.")],
-        False,
-    ),
-    "temperature": (Annotated[float | None, typer.Option(min=0, help="0 = greedy.  [0]")], None),
-    "top_k": (Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens.  [all]")], None),
-    "top_p": (Annotated[float | None, typer.Option(min=0, max=1, help="Keep this mass of tokens.  [1]")], None),
-    "min_p": (
-        Annotated[float | None, typer.Option(min=0, max=1, help="Keep tokens so likely, × the best.  [0]")],
-        None,
-    ),
-    "repetition_penalty": (Annotated[float | None, typer.Option(help="Of tokens already there.  [1 = none]")], None),
-    "seed": (Annotated[int | None, typer.Option(help="Of the draws.  [0]")], None),
-    "max_new_tokens": (Annotated[int | None, typer.Option(min=1, help="Longest answer.  [256, or what fits]")], None),
-    "stop_token": (Annotated[list[str] | None, typer.Option(help="Text of a token that ends it; may repeat.")], None),
-    "typical": (
-        Annotated[bool, typer.Option("--typical", help="LOSSY: accept drafts that are merely typical of the target.")],
-        False,
-    ),
-    "raw": (Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without a chat template.")], False),
-    "json_": (
-        Annotated[bool, typer.Option("--json", help="Print the result as JSON; standard output then holds it alone.")],
-        False,
-    ),
-}
-_STAGE = {"overrides", "model", "head", "recipe", "data", "runs", "config", "set_", "dry_run", "json_"}
-_DEVICES = {"gpus", "nnodes", "node_rank", "master"}
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
-_COMMANDS: dict[str, tuple[str, set[str]]] = {
-    "run": (
-        "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
-        {"minutes", "run", *_DEVICES, *_STAGE},
-    ),
-    "prepare": ("Turn a recipe or your own data into prompts for the target.", _STAGE),
-    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes", *_STAGE}),
-    "collect": (
-        "Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary.",
-        _STAGE,
-    ),
-    "train": (
-        "Train the head on collected features; here --minutes is the time of training alone.",
-        {"minutes", "run", *_DEVICES, *_STAGE},
-    ),
-    "eval": (
-        "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",
-        {"run", *_STAGE},
-    ),
-    "generate": (
-        "Answer a prompt with any drafting scheme, streamed; what the target says stays the same, it comes faster.",
-        {"prompt", "model", "drafter", "head", "run", "runs", "draft_model", "tree", "with_prompt_lookup", *_SAMPLING,
-         "max_new_tokens", "stop_token", "typical", "raw", "json_"},
-    ),
-    "compare": (
-        "Decode the same prompts with every trained head and every scheme without training, in turns: one table.",
-        {"model", "runs", "heads", "prompts", "answer_tokens", "draft_model", "with_union", "json_"},
-    ),
-    "tour": (
-        "Train every head family for a few minutes on the same answers, then compare them. Goes on where it was.",
-        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "runs", "set_", "json_"},
-    ),
-    "bench": (
-        "Measure the decoder against transformers.generate, in turns; writes RUNS/bench/NAME.json.",
-        {"bench", "overrides", "model", "runs", "json_"},
-    ),
-}  # fmt: skip
-
 
 def _add_command(name: str, text: str, options: set[str]) -> None:
     """Register a command; typer reads its options from the signature that is set here."""
@@ -175,7 +39,7 @@ def _add_command(name: str, text: str, options: set[str]) -> None:
     def call(**values: Any) -> None:
         _OWN.get(name, _execute)(name, values)
 
-    chosen = {option: entry for option, entry in _OPTIONS.items() if option in options}
+    chosen = {option: entry for option, entry in OPTIONS.items() if option in options}
     call.__doc__ = text
     call.__annotations__ = {option: kind for option, (kind, _) in chosen.items()}
     signature = inspect.Signature(
@@ -188,7 +52,7 @@ def _add_command(name: str, text: str, options: set[str]) -> None:
     app.command(name)(call)
 
 
-for _name, (_text, _options) in _COMMANDS.items():
+for _name, (_text, _options) in COMMANDS.items():
     _add_command(_name, _text, _options)
 
 
@@ -203,11 +67,11 @@ def _execute(command: str, values: dict[str, Any]) -> None:
     if dry_run:
         sys.stdout.write(to_yaml(config))
         return
-    from .pipeline import COMMANDS
+    from .pipeline import COMMANDS as STAGES
 
     try:
         with stdout_as_stderr():
-            result = COMMANDS[command](config)
+            result = STAGES[command](config)
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -217,13 +81,97 @@ def _execute(command: str, values: dict[str, Any]) -> None:
         _show(command, result)
 
 
+def _prepare(command: str, values: dict[str, Any]) -> None:
+    """The stage; or, with --report or --show, a look at what it would make of a source."""
+    source, as_report, samples = (values.pop(name) for name in ("source", "report", "show"))
+    if not as_report and samples is None:
+        if source is not None:
+            raise DraftsmithError(f"--source {source} is for looking: add --report or --show N; --data uses a file")
+        _execute(command, values)
+        return
+    as_json, config = values.pop("json_"), _configuration(command, values)
+    with stdout_as_stderr() as out:
+        from rich.console import Console
+
+        from . import inspection
+        from .data_recipes.review import print_report
+
+        console = Console(file=out, force_terminal=out.isatty())
+        if as_report:
+            found = inspection.report(config, source)
+            if as_json:
+                out.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+            else:
+                print_report(found, console)
+        if samples is not None:
+            inspection.show(config, source, samples, console)
+
+
+def _collect(command: str, values: dict[str, Any]) -> None:
+    """The stage; or, with --verify, a look at every byte of it."""
+    if not values.pop("verify"):
+        _execute(command, values)
+        return
+    as_json, config = values.pop("json_"), _configuration(command, values)
+    with stdout_as_stderr():
+        from .inspection import verify
+
+        folder = str(verify(config))
+    print(
+        json.dumps({"features": folder, "verified": True}) if as_json else f"{folder}: every byte is as it was written"
+    )
+
+
+def _vocab(command: str, values: dict[str, Any]) -> None:
+    """Coverage of draft vocabularies."""
+    size, as_json = values.pop("size"), values.pop("json_")
+    config = _configuration(command, values)
+    with stdout_as_stderr():
+        from .inspection import vocabulary
+
+        found = vocabulary(config, size)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        return
+    from .data_recipes.vocabulary import coverage_lines
+
+    for table in found["vocabularies"]:
+        print("\n".join(coverage_lines(table)))
+    print(f"{found['head']} takes {found['size_of_head']:,}; head.draft_vocab_size=N takes another")
+
+
+def _plan(command: str, values: dict[str, Any]) -> None:
+    """What a run needs before it starts."""
+    as_json = values.pop("json_")
+    names = {"planned_gpus": "gpus", "counted": "data"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None}
+    with stdout_as_stderr() as out:
+        from .eval.report.plan import print_plan
+        from .plan import PlanSettings, plan
+
+        found = plan(PlanSettings(**given))
+        if as_json:
+            out.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+            return
+    print_plan(found)
+
+
+def _configuration(command: str, values: dict[str, Any]) -> RunConfig:
+    """The configuration of a command that only looks."""
+    from .run_config import resolve
+
+    file, overrides = values.pop("config", None), [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
+    values.pop("dry_run", None)
+    return resolve(command, {name: value for name, value in values.items() if value is not None}, file, overrides)
+
+
 def _generate(command: str, values: dict[str, Any]) -> None:
     """Decode one answer: its text on standard output as it comes, the figures on standard error."""
     from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
 
     as_json, text = values.pop("json_"), values.pop("prompt")
     given = {name: value for name, value in values.items() if value is not None}
-    sampling = {name: given.pop(name) for name in _SAMPLING & set(given)}
+    sampling = {name: given.pop(name) for name in SAMPLING & set(given)}
     settings = {"model": DEFAULT_MODEL, "drafter": "head", "runs": Path("runs"), **given}
     if settings["drafter"] == "head":
         settings.setdefault("head", DEFAULT_HEAD)
@@ -313,7 +261,7 @@ def _bench(command: str, values: dict[str, Any]) -> None:
     from .run_config import DEFAULT_MODEL
 
     with stdout_as_stderr():
-        from .eval.bench import run_bench
+        from .eval.bench import figure_line, run_bench
 
         path, result = run_bench(
             values["bench"], values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or []
@@ -322,12 +270,21 @@ def _bench(command: str, values: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     for name, figure in result["figures"].items():
-        print(f"{name:34} {figure['median']:7.3f}  [{figure['low']:.3f}, {figure['high']:.3f}]")
+        print(figure_line(name, figure))
     print(f"{result['spread']}\nwritten: {path}")
 
 
 # Commands that no configuration of a run stands behind.
-_OWN = {"generate": _generate, "compare": _compare, "tour": _tour, "bench": _bench}
+_OWN = {
+    "prepare": _prepare,
+    "collect": _collect,
+    "vocab": _vocab,
+    "plan": _plan,
+    "generate": _generate,
+    "compare": _compare,
+    "tour": _tour,
+    "bench": _bench,
+}
 
 
 def _show(command: str, result: dict[str, Any]) -> None:

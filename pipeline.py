@@ -19,6 +19,7 @@ from .files import read_json, sha256_file, sha256_json, write_json
 from .manifest import MANIFEST, Stage
 from .progress import clock, progress_bar, say
 from .run_config import RunConfig, Shares, plan_minutes
+from .sizing import announce, choose_mode, whose_answers
 from .stages import PAGE, REPORT, Run
 
 DONE, READY = "run.json", "ready.json"
@@ -42,6 +43,9 @@ def run_all(config: RunConfig) -> dict[str, Any]:
         return _join(run)
     stages.check_trees(config)
     shares = plan_minutes(config.minutes)
+    planned = announce(run)
+    run.answers = whose_answers(run, shares.regenerate, planned)
+    run.online = choose_mode(run, shares.regenerate, planned)
     say(
         f"{config.head} for {run.source.name}, {config.minutes:g} min: answers {clock(60 * shares.regenerate)}, "
         f"training {clock(60 * shares.train)}, measuring about {clock(60 * shares.evaluate)}"
@@ -57,8 +61,11 @@ def run_all(config: RunConfig) -> dict[str, Any]:
     before = min(answer_seconds(run.data) / 60, shares.regenerate)  # answers of a longer run cost this one no more
     if not stages.has_weights(run):  # else only measuring is left
         do("prepare", lambda: stages.prepare(run))
-        do("regenerate", lambda: stages.regenerate(run, shares.regenerate))
-        do("collect", lambda: stages.collect(run))
+        if run.answers == "target":
+            do("regenerate", lambda: stages.regenerate(run, shares.regenerate))
+            do("collect", lambda: stages.collect(run))
+        else:
+            do("collect", lambda: stages.collect(run, shares.regenerate))
     write_json(run.folder / READY, {"key": run_key(run)})
     do("train", lambda: stages.train(run, _train_budget(run, shares, before)))
     do("eval", lambda: stages.evaluate(run))
@@ -140,7 +147,8 @@ def _stage_command(name: str, work: Callable[[Run], Stage]) -> Callable[[RunConf
         run = Run(config)
         with stages.measured(name):
             stage = work(run)
-        assert stage.manifest is not None
+        if stage.manifest is None:  # rank 0 finishes it, this one has done its part
+            return {"stage": name, "folder": str(stage.folder), "record": {"seconds": 0.0}}
         return {"stage": name, "folder": str(stage.folder), **stage.manifest}
 
     return command
@@ -159,7 +167,7 @@ COMMANDS: dict[str, Callable[[RunConfig], dict[str, Any]]] = {
     "run": run_all,
     "prepare": _stage_command("prepare", stages.prepare),
     "regenerate": _stage_command("regenerate", lambda run: stages.regenerate(run, run.config.minutes)),
-    "collect": _stage_command("collect", stages.collect),
+    "collect": _stage_command("collect", lambda run: stages.collect(run, run.config.minutes)),
     "train": _stage_command("train", lambda run: stages.train(run, None)),
     "eval": _eval_command,
 }

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -63,22 +63,33 @@ class PrepareSection(_Strict):
     """See data_recipes.prepare.PrepareSettings."""
 
     max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_tokens: int = Field(default=4096, ge=8)
     val_every: int = Field(default=25, ge=2)
     malformed_cap: float = Field(default=0.1, ge=0, le=1, strict=False)
+    chunk: int = Field(default=128, ge=1)
+    plain_text: bool = False
 
 
 class RegenerateSection(_Strict):
     """See data_recipes.regenerate.RegenerateSettings."""
 
     max_new_tokens: int = Field(default=256, ge=1)
-    chunk: int = Field(default=128, ge=1)
     slots: int = Field(default=64, ge=1)
+    turns: int = Field(default=1, ge=0)
+    temperatures: list[float] = Field(default=[0.0], min_length=1, strict=False)
+    seed: int = 0
+    servers: list[str] = []
+    concurrency: int = Field(default=64, ge=1)
+    server_timeout_s: float = Field(default=600.0, gt=0, strict=False)
 
 
 class CollectSection(_Strict):
     """See data_recipes.collect.CollectSettings; the layers come from the head."""
 
     token_budget: int = Field(default=4096, ge=1)
+    dtype: Literal["bf16", "int8"] = "bf16"
+    teacher: Literal["hidden", "topk"] = "hidden"
+    topk: int = Field(default=64, ge=1)
 
 
 class EvalSection(_Strict):
@@ -104,6 +115,11 @@ class RunConfig(_Strict):
     head_options: HeadSettings
     recipe: str
     data: Path | None = Field(default=None, strict=False)
+    answers: Literal["auto", "target", "dataset"] = "auto"
+    """Whose answers the head is trained on: the target's own, those that the conversations came with, or what the time
+    of a run allows."""
+    template_kwargs: dict[str, Any] = {}
+    """What the chat template is given beside the messages, e.g. {enable_thinking: false}."""
     minutes: float | None = Field(default=None, gt=0, strict=False)
     run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
     runs: Path = Field(default=Path("runs"), strict=False)
@@ -143,7 +159,7 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
     if command == "run":
         given = {"minutes": DEFAULT_MINUTES, "eval": dict(RUN_EVAL)}
     _merge(given, _read(file) if file else {}, str(file))
-    _merge(given, {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}, "flags")
+    _merge(given, _nested(flags), "flags")
     for text in overrides:
         _merge(given, _override(text), text)
     asked = _head_name(given)
@@ -173,7 +189,20 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
         raise DraftsmithError(_explain(error)) from error
 
 
-LIMITS = {"epochs", "steps", "minutes"}
+def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags as a configuration's tree."""
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    if (servers := values.pop("server", None)) is not None:
+        urls = [url.strip() for url in servers.split(",") if url.strip()]
+        if not urls:
+            raise DraftsmithError(f"server = {servers!r} names no server: write http://host:8000[,http://other:8000]")
+        values["regenerate"] = {"servers": urls}
+    if (mode := values.pop("mode", None)) is not None:
+        values["train"] = {"mode": mode}
+    return values
+
+
+LIMITS = {"epochs", "steps", "tokens", "minutes"}
 
 
 def _head_name(given: Mapping[str, Any]) -> str:

@@ -7,130 +7,60 @@ imported before there is work.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DraftsmithError
 from .eval.report import PAGE, REPORT
-from .files import probe_writable, read_json, sha256_file, write_json, write_text
-from .heads.resolve import TargetSource, require_reachable, resolve_target
+from .files import read_json, sha256_file, write_json, write_text
 from .manifest import MANIFEST, PLAN, Stage
 from .progress import say
+from .run import Run
 from .run_config import LIMITS, RunConfig, plan_minutes, to_yaml
 
 if TYPE_CHECKING:
-    from .data_recipes.layout import TargetInfo
-    from .heads.target import Target
+    from .data_recipes.collect import CollectSettings
+    from .data_recipes.prepare import PrepareSettings
+    from .data_recipes.recipe import Recipe
 
 EVAL_VERSION = 2
 SECONDS_VARIABLE = "DRAFTSMITH_TRAIN_SECONDS"
 """Hands the time that is left to the processes that train."""
 
 
-class Run:
-    """Where one run lies, and its target, read or loaded once when a stage first asks for it.
-
-    Attributes:
-        data: folder of prompts, answers and features, which all heads of a target share.
-        folder: of the head: its evaluations and reports.
-        training: of the stage that trains it; another head's where that one's weights are only decoded another way.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.started = time.monotonic()
-        probe_writable(config.runs)
-        self.source: TargetSource = resolve_target(config.model, notify=say)
-        home = config.runs / self.source.name
-        self.data = home / "data" / config.recipe
-        run = f"@{config.run}" if config.run else ""
-        self.folder = home / (config.head + run)
-        self.training = home / ((config.weights_of or config.head) + run) / "train"
-
-    @functools.cached_property
-    def reached(self) -> TargetSource:
-        """The source, its revision pinned; a hub that can't be reached is an error here."""
-        return require_reachable(self.source)
-
-    @functools.cached_property
-    def info(self) -> TargetInfo:
-        """What identities need of the target, read without loading it."""
-        from .data_recipes.layout import TargetInfo
-
-        return TargetInfo.read(self.reached.location, self.reached.revision if not self.source.is_local else None)
-
-    @functools.cached_property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Aux layers that the head reads."""
-        from .heads.config import default_layer_ids
-        from .heads.target import resolve_folder
-
-        if self.config.head_options.layer_ids is not None:
-            return tuple(self.config.head_options.layer_ids)
-        values = read_json(resolve_folder(self.reached.location, self.hub_revision) / "config.json")
-        return tuple(default_layer_ids(values.get("text_config", values)["num_hidden_layers"]))
-
-    @property
-    def hub_revision(self) -> str | None:
-        """Revision that `from_pretrained` understands: none for a local folder."""
-        return None if self.source.is_local else self.reached.revision
-
-    def load_target(self) -> Target:
-        """Load the target once and keep it for later stages."""
-        if "target" not in self.__dict__:
-            say(f"loading the target {self.source.name}")
-        return self.target
-
-    @functools.cached_property
-    def target(self) -> Target:
-        """The loaded target."""
-        from .heads.target import Target
-
-        target = Target.load(self.reached.location, revision=self.hub_revision)
-        target.check_trainable()
-        return target
-
-    def load_tuned(self, adapter: Path) -> Target:
-        """Load the target with an adapter merged into its weights, in place of the plain one."""
-        from .heads.target import Target
-
-        self.release_target()
-        say(f"loading the target {self.source.name} as it was tuned with the head")
-        return Target.load(self.reached.location, revision=self.hub_revision, adapter=adapter)
-
-    def release_target(self) -> None:
-        """Free the target's memory, on the devices, too, before training takes them."""
-        if self.__dict__.pop("target", None) is not None:
-            import torch
-
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-    def minutes_since_start(self) -> float:
-        """Minutes of this process's work so far."""
-        return (time.monotonic() - self.started) / 60
-
-
 def prepare(run: Run) -> Stage:
-    """Recipe or own data to prompts."""
-    from .data_recipes.prepare import PrepareSettings
+    """Recipe or own data to conversations as the target reads them."""
     from .data_recipes.prepare import prepare as stage
-    from .data_recipes.recipe import load_recipe, recipe_from_path
-    from .heads.target import load_tokenizer
+
+    return stage(prepare_settings(run), recipe_of(run.config), run.data, run.info, lambda: load_tokenizer_of(run))
+
+
+def prepare_settings(run: Run) -> PrepareSettings:
+    """Settings of the stage `prepare`."""
+    from .data_recipes.prepare import PrepareSettings
 
     c = run.config
-    settings = PrepareSettings(**c.prepare.model_dump(), max_new_tokens=c.regenerate.max_new_tokens)
-    recipe = recipe_from_path(c.data) if c.data is not None else load_recipe(c.recipe)
-    return stage(settings, recipe, run.data, run.info, lambda: load_tokenizer(run.reached.location, run.hub_revision))
+    shared: dict[str, Any] = {"answers": run.answers, "template_kwargs": c.template_kwargs}
+    return PrepareSettings(**c.prepare.model_dump(), **shared, max_new_tokens=c.regenerate.max_new_tokens)
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """The recipe that a configuration names, or that of its own data."""
+    from .data_recipes.recipe import load_recipe, recipe_from_path
+
+    return recipe_from_path(config.data) if config.data is not None else load_recipe(config.recipe)
+
+
+def load_tokenizer_of(run: Run) -> Any:
+    """The target's tokenizer, without its weights."""
+    from .heads.target import load_tokenizer
+
+    return load_tokenizer(run.reached.location, run.hub_revision)
 
 
 def regenerate(run: Run, minutes: float | None) -> Stage:
@@ -138,17 +68,45 @@ def regenerate(run: Run, minutes: float | None) -> Stage:
     from .data_recipes.regenerate import RegenerateSettings
     from .data_recipes.regenerate import regenerate as stage
 
-    settings = RegenerateSettings(**run.config.regenerate.model_dump())
-    return stage(settings, run.data, run.info, run.load_target, minutes, run.layer_ids)
+    c = run.config
+    settings = RegenerateSettings(**c.regenerate.model_dump(), template_kwargs=c.template_kwargs)
+    rank, world = launched_ranks()
+    record = None if run.online else collect_settings(run)
+    return stage(
+        settings, run.data, run.info, run.load_target, minutes, record, rank=rank, world=world,
+        load_tokenizer=lambda: load_tokenizer_of(run), model=run.source.hub_id or run.source.name,
+    )  # fmt: skip
 
 
-def collect(run: Run) -> Stage:
-    """States for answers that have none."""
-    from .data_recipes.collect import CollectSettings
+def collect(run: Run, minutes: float | None = None) -> Stage:
+    """States for documents that have none; for online training the documents alone."""
+    if run.online:
+        return _collect_tokens(run)
     from .data_recipes.collect import collect as stage
 
-    settings = CollectSettings(layer_ids=run.layer_ids, **run.config.collect.model_dump())
-    return stage(settings, run.data, run.info, run.load_target)
+    rank, world = launched_ranks()
+    return stage(collect_settings(run), run.data, run.info, run.load_target, rank=rank, world=world, minutes=minutes)
+
+
+def _collect_tokens(run: Run) -> Stage:
+    from .heads.target import resolve_folder
+    from .train.online import collect_tokens
+
+    values = read_json(resolve_folder(run.reached.location, run.hub_revision) / "config.json")
+    vocab_size = values.get("text_config", values)["vocab_size"]
+    return collect_tokens(run.data, run.info, vocab_size, run.answers, launched_ranks()[0])
+
+
+def collect_settings(run: Run) -> CollectSettings:
+    """What is kept of the target's states."""
+    from .data_recipes.collect import CollectSettings
+
+    return CollectSettings(layer_ids=run.layer_ids, answers=run.answers, **run.config.collect.model_dump())
+
+
+def launched_ranks() -> tuple[int, int]:
+    """Rank and number of the processes that share a data stage: those that a launcher started, or one alone."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def train(run: Run, minutes: float | None) -> Stage:
@@ -191,15 +149,15 @@ def has_weights(run: Run) -> bool:
     if there["head"]["target_fingerprint"] != run.info.fingerprint:
         return False  # the target has changed: every head of it is trained anew
     by_budget = LIMITS if limited_by_budget(run.config) else set()
-    _refuse_other(run, "train", run.config.train.model_dump(), there["train"], by_budget)
-    if not (run.data / "features" / MANIFEST).exists():
+    _refuse_other(run, "train", run.config.train.identity(), there["train"], by_budget)
+    if not (run.features / MANIFEST).exists():
         return False  # what the head's config is derived from: asked again once they are there
     from .train.settings import HeadRecipe
     from .train.stage import prepare_head
 
     recipe = HeadRecipe(head=run.config.head_options, train=run.config.train)
     names = (run.source.hub_id or run.source.name, run.reached.revision)
-    config, *_ = prepare_head(recipe, run.reached.location, run.hub_revision, run.data / "features", names)
+    config, *_ = prepare_head(recipe, run.reached.location, run.hub_revision, run.features, names, online=run.online)
     _refuse_other(run, "head", config.to_dict(), there["head"], {"draft_vocab_sha256", "trained_length"})
     return (run.training / MANIFEST).exists()
 
@@ -229,10 +187,11 @@ def _train_here(run: Run, seconds: float | None) -> dict[str, Any]:
         HeadRecipe(head=run.config.head_options, train=run.config.train),
         location=run.reached.location,
         revision=run.hub_revision,
-        features=run.data / "features",
+        features=run.features,
         folder=run.training,
         target_id=run.source.hub_id or run.source.name,
         recorded_revision=run.reached.revision,
+        online=run.online,
         budget_seconds=float(os.environ[SECONDS_VARIABLE]) if SECONDS_VARIABLE in os.environ else seconds,
     )
 
@@ -289,6 +248,7 @@ def evaluate(run: Run) -> Stage:
             if path.name in _DECODED
         },
         "settings": settings.model_dump(),
+        "template_kwargs": run.config.template_kwargs,
         "fingerprint": run.info.fingerprint,
     }
     stage = Stage.open(folder, "eval", EVAL_VERSION, identity)
@@ -298,7 +258,7 @@ def evaluate(run: Run) -> Stage:
         from .eval.journal import Journal
         from .heads.checkpoint import load_head
 
-        wanted = EvalSettings(**settings.model_dump())
+        wanted = EvalSettings(**settings.model_dump(), template_kwargs=run.config.template_kwargs)
         target, head = run.load_target() if adapter is None else run.load_tuned(adapter), load_head(checkpoint)
         journal = Journal.open(folder / "journal.jsonl")
         report = measure(target, head, wanted, journal, checkpoint)
@@ -334,14 +294,17 @@ def _curve(path: Path) -> list[dict[str, Any]]:
 
 
 def stage_folders(run: Run, evaluation: Path) -> dict[str, Path]:
-    """Folder of each stage, in their order."""
-    return {
+    """Folder of each stage that this run goes through, in their order."""
+    folders = {
         "prepare": run.data / "prompts",
         "regenerate": run.data / "answers",
-        "collect": run.data / "features",
+        "collect": run.features,
         "train": run.training,
         "eval": evaluation,
     }
+    if run.answers == "dataset":
+        del folders["regenerate"]
+    return folders
 
 
 def stage_records(run: Run, evaluation: Path) -> dict[str, dict[str, Any]]:

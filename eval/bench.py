@@ -1,4 +1,4 @@
-"""Benchmarks of the decoder against `transformers.generate`, in one process and in turns: ratios, never seconds."""
+"""The benchmarks by name, and that of the decoder against `transformers.generate`: in turns, ratios, never seconds."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ..heads.eagle3 import Eagle3Head, eagle3_config
 from ..heads.target import Target
 from ..heads.vocab import DraftVocab
 from ..progress import progress_bar
+from .bench_data import DataBenchSettings, bench_data
 from .decoder.drafters import make_drafter
 from .decoder.drafters.draft_model import DraftModelDrafter
 from .decoder.drafters.plain import PlainDrafter
@@ -80,7 +81,7 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     which are packed for CPUs, is given beside it.
 
     Returns:
-        The content of `decoder.json`: figures as {median, low, high}, and what they were measured on.
+        Figures as {median, low, high}, and what that spread is of.
     """
     layers = target.config.num_hidden_layers
     if settings.draft_layers > layers:
@@ -102,13 +103,7 @@ def bench_decoder(target: Target, settings: BenchSettings) -> dict[str, Any]:
     return {
         "figures": figures,
         "spread": "median of the prompts and its 95 % bootstrap interval; full batches: median, least, most of rounds",
-        "settings": dataclasses.asdict(settings),
-        "target": {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)},
-        "machine": {
-            "processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "transformers": transformers.__version__,
-        },
-    }  # fmt: skip
+    }
 
 
 def bench_requests(target: Target, prompts: int, new_tokens: int) -> list[Request]:
@@ -284,7 +279,20 @@ def _generate_all(target: Target, model: Any, requests: Sequence[Request], size:
     return tokens / seconds
 
 
-BENCHES: dict[str, Callable[[Target, BenchSettings], dict[str, Any]]] = {"decoder": bench_decoder}
+@dataclass(frozen=True)
+class Bench:
+    """One benchmark.
+
+    Attributes:
+        settings: dataclass of whole numbers, or tuples of them.
+        measure: from a target and such settings to "figures" by name and "spread", what low and high are.
+    """
+
+    settings: type[Any]
+    measure: Callable[[Target, Any], dict[str, Any]]
+
+
+BENCHES = {"decoder": Bench(BenchSettings, bench_decoder), "data": Bench(DataBenchSettings, bench_data)}
 
 
 def run_bench(name: str, model: str, runs: Path, overrides: Sequence[str] = ()) -> tuple[Path, dict[str, Any]]:
@@ -292,24 +300,44 @@ def run_bench(name: str, model: str, runs: Path, overrides: Sequence[str] = ()) 
 
     Args:
         model: short name, hub id or folder.
-        overrides: KEY=VALUE with the fields of BenchSettings.
+        overrides: KEY=VALUE with the fields of the benchmark's settings.
+
+    Returns:
+        The file and its content: what the benchmark returns, and settings, target and machine.
 
     Raises:
         DraftsmithError: an unknown benchmark, key or value; a target that can't be loaded.
     """
     if name not in BENCHES:
         raise DraftsmithError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHES)}")
-    settings = _settings(overrides)
+    bench = BENCHES[name]
+    settings = _settings(bench.settings, overrides)
     probe_writable(runs)
-    result = BENCHES[name](load_model(model), settings)
-    result["target"]["model"] = model
+    target = load_model(model)
+    result = {
+        **bench.measure(target, settings),
+        "settings": dataclasses.asdict(settings),
+        "target": {
+            "model": model, "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device),
+        },
+        "machine": {
+            "processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
+            "torch": torch.__version__, "transformers": transformers.__version__,
+        },
+    }  # fmt: skip
     path = runs / "bench" / f"{name}.json"
     write_json(path, result)
     return path, result
 
 
-def _settings(overrides: Sequence[str]) -> BenchSettings:
-    known = {f.name: f for f in dataclasses.fields(BenchSettings)}
+def figure_line(name: str, figure: dict[str, Any]) -> str:
+    """Return a figure as one line for people, with its aim where it has one."""
+    line = f"{name:34} {figure['median']:10.3f}  [{figure['low']:.3f}, {figure['high']:.3f}]"
+    return f"{line}  aim {figure['aim']}: {'met' if figure['met'] else 'missed'}" if "aim" in figure else line
+
+
+def _settings(kind: type[Any], overrides: Sequence[str]) -> Any:
+    known = {f.name: f for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for text in overrides:
         key, _, value = text.partition("=")
@@ -323,4 +351,4 @@ def _settings(overrides: Sequence[str]) -> BenchSettings:
         if not several and len(numbers) > 1:
             raise DraftsmithError(f"{text!r} takes one number")
         values[key] = tuple(numbers) if several else numbers[0]
-    return BenchSettings(**values)
+    return kind(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,13 @@ class PromptSet:
 
 
 def builtin_set(
-    split: Literal["heldout", "tuning"], tokenizer: Any, *, limit: int, max_new_tokens: int, room: int
+    split: Literal["heldout", "tuning"],
+    tokenizer: Any,
+    *,
+    limit: int,
+    max_new_tokens: int,
+    room: int,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptSet:
     """Render the first `limit` built-in prompts of a split.
 
@@ -38,10 +45,11 @@ def builtin_set(
         tokenizer: the target's, with its chat template.
         max_new_tokens: answer tokens asked for.
         room: tokens that prompt and answer may have together; longer prompts are dropped and named.
+        template_kwargs: what the chat template is given beside the messages.
     """
     requests, dropped = [], []
     for prompt in builtin_prompts(split)[:limit]:
-        tokens = render_prompt(tokenizer, [{"role": "user", "content": prompt.text}])
+        tokens = render_prompt(tokenizer, [{"role": "user", "content": prompt.text}], template_kwargs)
         if len(tokens) + max_new_tokens > room:
             dropped.append(prompt.id)
         else:

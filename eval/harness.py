@@ -53,10 +53,12 @@ class EvalSettings:
     timed_new_tokens: int = 20
     trees: list[str] = field(default_factory=lambda: ["chain:1", "chain:2", "chain:3", "chain:4"])
     """Candidates, as `decoder.trees.shape_for` reads them."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if name != "trees" and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise DraftsmithError(f"eval.{name} = {value} must be at least 1")
         if not self.trees:
             raise DraftsmithError("eval.trees is empty: name at least one tree, e.g. eval.trees=[chain:2]")
@@ -172,11 +174,12 @@ def evaluate(
     trees = _read_trees(head, settings, checkpoint)
     bench = Bench(target, head, trees | {chain_text: parse_shape(chain_text)})
     room = target.max_positions - max(shape.depth for shape in bench.trees.values()) - 1
+    shared: dict[str, Any] = {"room": room, "template_kwargs": settings.template_kwargs}
     tuning_set = builtin_set(
-        "tuning", target.tokenizer, limit=settings.tuning_prompts, max_new_tokens=settings.tuning_new_tokens, room=room
+        "tuning", target.tokenizer, limit=settings.tuning_prompts, max_new_tokens=settings.tuning_new_tokens, **shared
     )
     held_out = builtin_set(
-        "heldout", target.tokenizer, limit=settings.prompts, max_new_tokens=settings.max_new_tokens, room=room
+        "heldout", target.tokenizer, limit=settings.prompts, max_new_tokens=settings.max_new_tokens, **shared
     )
     choice = _choice_answers(len(tuning_set.requests), settings, trees)
     with progress_bar("eval", choice + 4 * len(held_out.requests), "answers") as bar:

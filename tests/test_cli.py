@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from draftsmith import cli, pipeline, progress, stages
+from draftsmith import cli, files, pipeline, progress
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import named
 from draftsmith.run_config import EvalSection, PrepareSection, RegenerateSection, plan_minutes, resolve, to_yaml
@@ -130,11 +130,14 @@ def test_defaults_of_sections_are_the_stages_own():
     from draftsmith.eval.harness import EvalSettings
 
     config = resolve("eval", {"model": "Qwen3-8B"}, None, [])  # a target without defaults of its own
-    assert config.eval.model_dump() == dataclasses.asdict(EvalSettings())
-    assert config.regenerate.model_dump() == dataclasses.asdict(RegenerateSettings())
-    assert config.collect.model_dump() == {"token_budget": CollectSettings(layer_ids=(1,)).token_budget}
-    stage = dataclasses.asdict(PrepareSettings())
-    assert {**config.prepare.model_dump(), "max_new_tokens": config.regenerate.max_new_tokens} == stage
+    assert config.answers == "auto"  # what the time of a run allows: the target's where no time is set
+    template, answers = {"template_kwargs": config.template_kwargs}, {"answers": "target"}
+    assert {**config.eval.model_dump(), **template} == dataclasses.asdict(EvalSettings())
+    assert {**config.regenerate.model_dump(), **template} == dataclasses.asdict(RegenerateSettings())
+    layers = {"layer_ids": (1,)}
+    assert {**config.collect.model_dump(), **answers, **layers} == dataclasses.asdict(CollectSettings(**layers))
+    room = {"max_new_tokens": config.regenerate.max_new_tokens}
+    assert {**config.prepare.model_dump(), **template, **answers, **room} == dataclasses.asdict(PrepareSettings())
     assert set(PrepareSection.model_fields) | set(RegenerateSection.model_fields) >= {"max_prompt_tokens", "slots"}
 
 
@@ -243,16 +246,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(DraftsmithError, match="is a file"):
-        stages.probe_writable(tmp_path / "runs")
+        files.probe_writable(tmp_path / "runs")
     with pytest.raises(DraftsmithError, match="can't be written"):
-        stages.probe_writable(tmp_path / "runs" / "below")
+        files.probe_writable(tmp_path / "runs" / "below")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_runs_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(DraftsmithError, match="can't be written"):
-        stages.probe_writable(tmp_path / "runs")
+        files.probe_writable(tmp_path / "runs")
 
 
 @pytest.mark.parametrize(("code", "told"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "can't be written")])
@@ -262,7 +265,7 @@ def test_a_full_or_read_only_disk_is_named_before_any_work(tmp_path, monkeypatch
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(DraftsmithError, match=told):
-        stages.probe_writable(tmp_path / "runs")
+        files.probe_writable(tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []
 
 

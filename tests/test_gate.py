@@ -132,7 +132,7 @@ def write_store(target: Any, needs: Any, folder: Path) -> None:
         tokens = torch.tensor(r.prompt + r.tokens)
         answer = torch.arange(len(tokens)) >= len(r.prompt)
         states = split_states(r.states, target.hidden_size)
-        rows.append(Document(r.id, "train" if i < SAMPLES else "val", tokens, answer, *states))
+        rows.append(Document(r.id, "train" if i < SAMPLES else "val", "builtin", tokens, answer, *states))
     folder.mkdir(parents=True)
     meta = ChunkMeta(target.fingerprint, needs.layer_ids, target.hidden_size, target.vocab_size)
     write_chunk(folder / "chunk-00000.safetensors", rows, meta)

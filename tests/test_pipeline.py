@@ -22,7 +22,7 @@ from draftsmith.run_config import plan_minutes, resolve
 
 SMALL = [
     "prepare.val_every=4",
-    "regenerate.chunk=8",
+    "prepare.chunk=8",
     "regenerate.max_new_tokens=12",
     "train.steps=16",
     "train.save_every=2",

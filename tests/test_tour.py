@@ -19,7 +19,7 @@ from draftsmith.tour import TourSettings, _configs, _plan, tour
 from draftsmith.train import stage
 
 SMALL = [
-    "prepare.val_every=4", "regenerate.chunk=8", "regenerate.max_new_tokens=12", "train.steps=4",
+    "prepare.val_every=4", "prepare.chunk=8", "regenerate.max_new_tokens=12", "train.steps=4",
     "train.validate_every=4", "train.save_every=4",
     "train.token_budget=256", "head.steps=2", "eval.tuning_new_tokens=4", "eval.timed_prompts=1",
     "eval.timed_new_tokens=4", "eval.trees=[chain:1]",

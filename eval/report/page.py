@@ -65,7 +65,9 @@ def _charts(
     chain, passes = report["summary"]["chain"], report["passes"]
     shares = {"conditional": chain["acceptance_conditional"], "cumulative": chain["acceptance_cumulative"]}
     depths = [str(d + 1) for d in range(len(shares["cumulative"]))]
-    loss, walk = _points(curve, "train", "loss"), _points(curve, "validation", "tau_walk")
+    loss = _points(curve, "train", "loss")
+    taus = {"τ_walk": _points(curve, "validation", "tau_walk"), "τ decoded": _points(curve, "validation", "tau")}
+    taus = {name: points for name, points in taus.items() if points}
     table = [row for row in report["tuning"]["table"] if row["predicted_speedup"] is not None]
     trees = [short(row["tree"]) for row in table]
     speeds = {name: [row[f"{name}_speedup"] for row in table] for name in ("predicted", "measured")}
@@ -74,7 +76,7 @@ def _charts(
     return [
         bar_chart(f"Acceptance by depth, {chain['tree']}", depths, shares, "drafted token"),
         line_chart("Training loss", {"loss": loss}, "step", dots=len(loss) < 40) if loss else "",
-        line_chart("τ_walk on validation answers", {"τ_walk": walk}, "step", zero=False) if walk else "",
+        line_chart("τ on held-out answers while training", taus, "step", zero=False),
         bar_chart("Speed-up by tree (tuning prompts)", trees, speeds, "tree") if table else "",
         line_chart("Cost of a target pass, ms", {"pass": costs}, "rows N"),
         bar_chart("Seconds of each stage", list(seconds), {"s": list(seconds.values())}, "stage") if seconds else "",

@@ -1,0 +1,129 @@
+"""Where a run lies, and its target."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from typing import TYPE_CHECKING
+
+from .files import probe_writable, read_json
+from .heads.resolve import TargetSource, require_reachable, resolve_target
+from .manifest import PLAN
+from .progress import say
+from .run_config import RunConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .data_recipes.candidates import Answers
+    from .data_recipes.layout import TargetInfo
+    from .heads.target import Target
+
+
+class Run:
+    """Where one run lies, and its target, read or loaded once when a stage first asks for it.
+
+    Attributes:
+        data: folder of prompts, answers and features, which all heads of a target share.
+        folder: of the head: its evaluations and reports.
+        answers: "target" or "dataset": whose the head is trained on.
+        online: whether the target's states are computed while training, instead of being read from the disk.
+        training: of the stage that trains it; another head's where that one's weights are only decoded another way.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.started = time.monotonic()
+        probe_writable(config.runs)
+        self.source: TargetSource = resolve_target(config.model, notify=say)
+        home = config.runs / self.source.name
+        self.data = home / "data" / config.recipe
+        run = f"@{config.run}" if config.run else ""
+        self.folder = home / (config.head + run)
+        self.training = home / ((config.weights_of or config.head) + run) / "train"
+        self.answers = self._answers()
+        self.online = self._online()
+
+    @property
+    def features(self) -> Path:
+        """Folder of what training reads: the target's states, or, online, the documents alone."""
+        return self.data / ("tokens" if self.online else "features")
+
+    def _online(self) -> bool:
+        """Whether the target runs in training: what the configuration says, else how this run's training began."""
+        if self.config.train.mode != "auto":
+            return self.config.train.mode == "online"
+        begun = self.training / PLAN
+        return begun.exists() and read_json(begun).get("mode") == "online"
+
+    def _answers(self) -> Answers:
+        """Whose answers: what the configuration says, else what the data was prepared for, else the target's."""
+        if self.config.answers != "auto":
+            return self.config.answers
+        made = self.data / "prompts" / PLAN
+        return "dataset" if made.exists() and read_json(made)["answers"] == "dataset" else "target"
+
+    @functools.cached_property
+    def reached(self) -> TargetSource:
+        """The source, its revision pinned; a hub that can't be reached is an error here."""
+        return require_reachable(self.source)
+
+    @functools.cached_property
+    def info(self) -> TargetInfo:
+        """What identities need of the target, read without loading it."""
+        from .data_recipes.layout import TargetInfo
+
+        return TargetInfo.read(self.reached.location, self.reached.revision if not self.source.is_local else None)
+
+    @functools.cached_property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Aux layers that the head reads."""
+        from .heads.config import default_layer_ids
+        from .heads.target import resolve_folder
+
+        if self.config.head_options.layer_ids is not None:
+            return tuple(self.config.head_options.layer_ids)
+        values = read_json(resolve_folder(self.reached.location, self.hub_revision) / "config.json")
+        return tuple(default_layer_ids(values.get("text_config", values)["num_hidden_layers"]))
+
+    @property
+    def hub_revision(self) -> str | None:
+        """Revision that `from_pretrained` understands: none for a local folder."""
+        return None if self.source.is_local else self.reached.revision
+
+    def load_target(self) -> Target:
+        """Load the target once and keep it for later stages."""
+        if "target" not in self.__dict__:
+            say(f"loading the target {self.source.name}")
+        return self.target
+
+    @functools.cached_property
+    def target(self) -> Target:
+        """The loaded target."""
+        from .heads.target import Target
+
+        target = Target.load(self.reached.location, revision=self.hub_revision)
+        target.check_trainable()
+        return target
+
+    def load_tuned(self, adapter: Path) -> Target:
+        """Load the target with an adapter merged into its weights, in place of the plain one."""
+        from .heads.target import Target
+
+        self.release_target()
+        say(f"loading the target {self.source.name} as it was tuned with the head")
+        return Target.load(self.reached.location, revision=self.hub_revision, adapter=adapter)
+
+    def release_target(self) -> None:
+        """Free the target's memory, on the devices, too, before training takes them."""
+        if self.__dict__.pop("target", None) is not None:
+            import torch
+
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def minutes_since_start(self) -> float:
+        """Minutes of this process's work so far."""
+        return (time.monotonic() - self.started) / 60
