@@ -58,14 +58,8 @@ for _name, (_text, _options) in COMMANDS.items():
 
 def _execute(command: str, values: dict[str, Any]) -> None:
     """Resolve the configuration, run the command, print its result."""
-    from .run_config import resolve, to_yaml
-
-    as_json, dry_run = values.pop("json_"), values.pop("dry_run")
-    file, overrides = values.pop("config"), [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
-    flags = {name: value for name, value in values.items() if value is not None}
-    config = resolve(command, flags, file, overrides)
-    if dry_run:
-        sys.stdout.write(to_yaml(config))
+    as_json, config = values.pop("json_"), _configuration(command, values)
+    if config is None:
         return
     from .pipeline import COMMANDS as STAGES
 
@@ -84,12 +78,22 @@ def _execute(command: str, values: dict[str, Any]) -> None:
 def _prepare(command: str, values: dict[str, Any]) -> None:
     """The stage; or, with --report or --show, a look at what it would make of a source."""
     source, as_report, samples = (values.pop(name) for name in ("source", "report", "show"))
+    given = [name for name in ("data", "recipe") if values.get(name) is not None]
+    if source is not None and given:
+        raise DraftsmithError(f"--source {source} and --{given[0]} {values[given[0]]}: look at one of them")
+    if samples is not None and values["json_"]:
+        raise DraftsmithError(
+            f"--show {samples} prints for people: leave --json out, or take --report --json for the counts alone"
+        )
     if not as_report and samples is None:
         if source is not None:
             raise DraftsmithError(f"--source {source} is for looking: add --report or --show N; --data uses a file")
         _execute(command, values)
         return
-    as_json, config = values.pop("json_"), _configuration(command, values)
+    as_json = values.pop("json_")
+    config = _configuration(command, values, answers=None if source is None else "dataset")
+    if config is None:
+        return
     with stdout_as_stderr() as out:
         from rich.console import Console
 
@@ -113,6 +117,8 @@ def _collect(command: str, values: dict[str, Any]) -> None:
         _execute(command, values)
         return
     as_json, config = values.pop("json_"), _configuration(command, values)
+    if config is None:
+        return
     with stdout_as_stderr():
         from .inspection import verify
 
@@ -126,6 +132,8 @@ def _vocab(command: str, values: dict[str, Any]) -> None:
     """Coverage of draft vocabularies."""
     size, as_json = values.pop("size"), values.pop("json_")
     config = _configuration(command, values)
+    if config is None:
+        return
     with stdout_as_stderr():
         from .inspection import vocabulary
 
@@ -142,27 +150,45 @@ def _vocab(command: str, values: dict[str, Any]) -> None:
 
 def _plan(command: str, values: dict[str, Any]) -> None:
     """What a run needs before it starts."""
-    as_json = values.pop("json_")
+    from .run_config import resolve
+
+    as_json, file, overrides = values.pop("json_"), values.pop("config"), values.pop("overrides") or []
     names = {"planned_gpus": "gpus", "counted": "data"}
     given = {names.get(name, name): value for name, value in values.items() if value is not None}
+    recipe = given.pop("recipe", None)
     with stdout_as_stderr() as out:
         from .eval.report.plan import print_plan
         from .plan import PlanSettings, plan
 
-        found = plan(PlanSettings(**given))
+        config = None
+        if file or overrides or recipe:
+            flags = {name: given[name] for name in ("model", "head") if name in given}
+            config = resolve("train", flags | ({"recipe": recipe} if recipe else {}), file, overrides)
+            given |= {"model": config.model, "head": config.head}
+        found = plan(PlanSettings(**given), config)
         if as_json:
             out.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
             return
     print_plan(found)
 
 
-def _configuration(command: str, values: dict[str, Any]) -> RunConfig:
-    """The configuration of a command that only looks."""
-    from .run_config import resolve
+def _configuration(command: str, values: dict[str, Any], answers: str | None = None) -> RunConfig | None:
+    """The configuration of a command; None where --dry-run only wanted it printed.
 
-    file, overrides = values.pop("config", None), [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
-    values.pop("dry_run", None)
-    return resolve(command, {name: value for name, value in values.items() if value is not None}, file, overrides)
+    Args:
+        answers: whose they are where nothing says so; None leaves that to the command.
+    """
+    from .run_config import resolve, to_yaml
+
+    dry_run, file = values.pop("dry_run"), values.pop("config")
+    overrides = [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
+    config = resolve(command, {name: value for name, value in values.items() if value is not None}, file, overrides)
+    if answers is not None and config.answers == "auto":
+        config = config.model_copy(update={"answers": answers})
+    if dry_run:
+        sys.stdout.write(to_yaml(config))
+        return None
+    return config
 
 
 def _generate(command: str, values: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ def report(config: RunConfig, source: str | None) -> dict[str, Any]:
     """
     from .data_recipes import review
 
-    run = Run(config)
+    run = Run(config, writes=False)
     return review.report(_recipe(config, source), prepare_settings(run), _reader(run))
 
 
@@ -31,7 +31,7 @@ def show(config: RunConfig, source: str | None, count: int, console: Console) ->
     """Print `count` conversations as they are trained on, what is learned in colour."""
     from .data_recipes import review
 
-    run = Run(config)
+    run = Run(config, writes=False)
     review.show(_recipe(config, source), prepare_settings(run), _reader(run), count, console)
 
 
@@ -42,13 +42,14 @@ def vocabulary(config: RunConfig, size: int | None) -> dict[str, Any]:
         size: of one vocabulary; None tries several, and says the head's own.
     """
     from .data_recipes.store import FeatureStore
-    from .data_recipes.vocabulary import choose_vocab, coverage_table
+    from .data_recipes.vocabulary import choose_vocab, coverage_table, end_tokens
 
-    run = Run(config)
+    run = Run(config, writes=False)
     store = FeatureStore.open(run.features, run.info.fingerprint)
     own, tokenizer = config.head_options.vocab_size_for(store.vocab_size), load_tokenizer_of(run)
     sizes = [size] if size else sorted({*(n for n in VOCABULARY_SIZES if n < store.vocab_size), own})
-    tables = [coverage_table(store, choose_vocab(store, n, list(run.info.stop_ids))[0], tokenizer) for n in sizes]
+    ends = end_tokens(run.info, tokenizer)
+    tables = [coverage_table(store, choose_vocab(store, n, ends)[0], tokenizer) for n in sizes]
     return {"features": str(store.folder), "head": config.head, "size_of_head": own, "vocabularies": tables}
 
 
@@ -60,7 +61,7 @@ def verify(config: RunConfig) -> Path:
     """
     from .data_recipes.store import FeatureStore
 
-    run = Run(config)
+    run = Run(config, writes=False)
     store = FeatureStore.open(run.features, run.info.fingerprint)
     store.verify()
     return store.folder

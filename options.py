@@ -20,9 +20,19 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "head": (Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")], None),
-    "recipe": (Annotated[str | None, typer.Option(help="Where prompts come from.  [the target's own]")], None),
+    "recipe": (
+        Annotated[
+            str | None, typer.Option(help="Where prompts come from: a name, or a .yaml of yours.  [the target's own]")
+        ],
+        None,
+    ),
     "data": (
-        Annotated[Path | None, typer.Option(help="File or folder of your own conversations, instead of a recipe.")],
+        Annotated[
+            Path | None,
+            typer.Option(
+                help="Instead of a recipe: a file or folder of your own conversations, hf:DATASET or a named source."
+            ),
+        ],
         None,
     ),
     "answers": (
@@ -49,7 +59,13 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "source": (
-        Annotated[str | None, typer.Option(help="A file, a folder, hf:DATASET or a named source to look at.")],
+        Annotated[
+            str | None,
+            typer.Option(
+                help="A file, a folder, hf:DATASET or a named source to look at, with its own answers unless --answers "
+                "says target."
+            ),
+        ],
         None,
     ),
     "report": (
@@ -73,7 +89,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "epochs": (Annotated[int | None, typer.Option(min=1, help="Of training.  [the head's]")], None),
     "hardware": (
-        Annotated[str | None, typer.Option(help="A name from configs/hardware.yaml, or here.  [here]")],
+        Annotated[str | None, typer.Option(help="A name from configs/hardware.yaml, or here (this machine).  [here]")],
         None,
     ),
     "nodes": (Annotated[int | None, typer.Option(min=1, help="Machines.  [1]")], None),
@@ -195,26 +211,30 @@ SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 COMMANDS: dict[str, tuple[str, set[str]]] = {
     "run": (
         "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
-        {"minutes", "run", *_DEVICES, *_STAGE},
+        {"minutes", "run", "mode", *_DEVICES, *_STAGE},
     ),
     "prepare": (
         "Turn a recipe or your own data into prompts for the target; --report and --show only look.",
         {"source", "report", "show", *_STAGE},
     ),
-    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes", *_STAGE}),
+    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes", "mode", *_STAGE}),
     "collect": (
         "Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary.",
-        {"verify", "minutes", *_STAGE},
+        {"verify", "minutes", "mode", *_STAGE},
     ),
-    "vocab": ("Show what draft vocabularies cover of the answers, by source and script.", {"size", *_STAGE}),
+    "vocab": (
+        "Show what draft vocabularies cover of the answers, by source and script.",
+        {"size", *_STAGE - {"answers", "server"}},
+    ),
     "plan": (
         "Say what a run needs before it starts: tokens, disk, memory, hours, and the speed-up to hope for.",
-        {"model", "head", "conversations", "tokens", "answer_share", "counted", "epochs", "hardware", "planned_gpus",
+        {"overrides", "recipe", "config", "model", "head", "conversations", "tokens", "answer_share", "counted",
+         "epochs", "hardware", "planned_gpus",
          "nodes", "disk_budget", "gpu_memory", "tokens_per_s", "batch", "context", "alpha", "r", "json_"},
     ),
     "train": (
         "Train the head on collected features; here --minutes is the time of training alone.",
-        {"minutes", "run", *_DEVICES, *_STAGE},
+        {"minutes", "run", "mode", *_DEVICES, *_STAGE},
     ),
     "eval": (
         "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",

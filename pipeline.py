@@ -6,10 +6,12 @@ without loading any library.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from .files import read_json, sha256_file, sha256_json, write_json
 from .manifest import MANIFEST, Stage
 from .progress import clock, progress_bar, say
 from .run_config import RunConfig, Shares, plan_minutes
-from .sizing import announce, choose_mode, whose_answers
 from .stages import PAGE, REPORT, Run
 
 DONE, READY = "run.json", "ready.json"
+_POLL_S = 5.0
 
 
 def run_all(config: RunConfig) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def run_all(config: RunConfig) -> dict[str, Any]:
         raise DraftsmithError("'draftsmith run' starts its own processes: call it without torchrun, with --gpus N")
     if config.node_rank > 0:
         return _join(run)
+    from .sizing import announce, choose_mode, whose_answers
+
     stages.check_trees(config)
     shares = plan_minutes(config.minutes)
     planned = announce(run)
@@ -58,15 +62,17 @@ def run_all(config: RunConfig) -> dict[str, Any]:
             work()
         spent[name] = time.monotonic() - started
 
+    (run.folder / READY).unlink(missing_ok=True)
     before = min(answer_seconds(run.data) / 60, shares.regenerate)  # answers of a longer run cost this one no more
-    if not stages.has_weights(run):  # else only measuring is left
-        do("prepare", lambda: stages.prepare(run))
-        if run.answers == "target":
-            do("regenerate", lambda: stages.regenerate(run, shares.regenerate))
-            do("collect", lambda: stages.collect(run))
-        else:
-            do("collect", lambda: stages.collect(run, shares.regenerate))
-    write_json(run.folder / READY, {"key": run_key(run)})
+    trained = stages.has_weights(run)  # then only measuring is left
+    if not trained:
+        with _failure_is_said(run):
+            do("prepare", lambda: stages.prepare(run))
+    following = [] if trained else _data_stages(run)
+    for number, (name, work) in enumerate(following):
+        _say_ready(run, following, number)
+        do(name, functools.partial(work, shares))
+    _say_ready(run, following, len(following))
     do("train", lambda: stages.train(run, _train_budget(run, shares, before)))
     do("eval", lambda: stages.evaluate(run))
     write_json(
@@ -76,20 +82,81 @@ def run_all(config: RunConfig) -> dict[str, Any]:
     return _result(run)
 
 
+_DataStage = tuple[str, Callable[[Shares], Stage]]
+
+
+def _data_stages(run: Run) -> list[_DataStage]:
+    """What follows `prepare`, in order, with what it takes of the time."""
+    if run.answers == "dataset":
+        return [("collect", lambda shares: stages.collect(run, shares.regenerate))]
+    return [
+        ("regenerate", lambda shares: stages.regenerate(run, shares.regenerate)),
+        ("collect", lambda _: stages.collect(run)),
+    ]
+
+
+def _say_ready(run: Run, following: list[_DataStage], done: int) -> None:
+    """Tell the other machines that prompts are there, which stages they are to share, and how many are done."""
+    alone = [] if not run.config.regenerate.servers else ["regenerate"]
+    alone += ["collect"] if run.online else []
+    names = [name for name, _ in following]
+    write_json(run.folder / READY, {
+        "key": run_key(run), "answers": run.answers, "online": run.online,
+        "shared": [name for name in names if name not in alone], "stages": names, "done": names[:done],
+    })  # fmt: skip
+
+
+@contextlib.contextmanager
+def _failure_is_said(run: Run) -> Iterator[None]:
+    """Tell the other machines why nothing more will come."""
+    try:
+        yield
+    except BaseException as error:
+        write_json(run.folder / READY, {"key": run_key(run), "failed": str(error) or type(error).__name__})
+        raise
+
+
 def _join(run: Run) -> dict[str, Any]:
-    """On machines after the first: wait for the data that machine 0 makes in the shared folder, then train with it."""
-    with progress_bar("waiting for machine 0's features", unit="seconds") as bar:
-        while not _is_ready(run):
-            time.sleep(5)
-            bar.advance(5)
+    """On machines after the first: wait for the prompts that machine 0 makes in the shared folder, then do a share."""
+    assert run.config.minutes is not None
+    ready = _wait_for_machine_0(run, lambda said: True)
+    run.answers, run.online = ready["answers"], ready["online"]
+    shares = plan_minutes(run.config.minutes)
+    for number, (name, work) in enumerate(_data_stages(run)):
+        if name in ready["shared"]:
+            _wait_for_machine_0(run, functools.partial(_has_done, number))
+            work(shares)
+    _wait_for_machine_0(run, lambda said: said["stages"] == said["done"])
     stage = stages.train(run, None)
     return {"stage": "train", "folder": str(stage.folder), **(stage.manifest or {})}
 
 
-def _is_ready(run: Run) -> bool:
-    """Whether machine 0 has collected the features of this very configuration."""
-    ready = run.folder / READY
-    return ready.exists() and bool(read_json(ready)["key"] == run_key(run))
+def _wait_for_machine_0(run: Run, enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Wait until machine 0 has said what is `enough`; returns what it said.
+
+    Raises:
+        DraftsmithError: it failed.
+    """
+    with progress_bar("waiting for machine 0", unit="seconds") as bar:
+        while (said := _said(run)) is None or "failed" in said or not enough(said):
+            if said is not None and "failed" in said:
+                raise DraftsmithError(f"machine 0 stopped: {said['failed']}")
+            if said is None and (run.folder / READY).exists():
+                bar.note("it runs with another configuration, other data or other code than this one")
+            time.sleep(_POLL_S)
+            bar.advance(_POLL_S)
+    return said
+
+
+def _has_done(count: int, said: dict[str, Any]) -> bool:
+    return len(said["done"]) >= count
+
+
+def _said(run: Run) -> dict[str, Any] | None:
+    """What machine 0 said of this very configuration."""
+    path = run.folder / READY
+    said: dict[str, Any] | None = read_json(path) if path.exists() else None
+    return said if said is not None and said["key"] == run_key(run) else None
 
 
 def _train_budget(run: Run, shares: Shares, before: float) -> float | None:

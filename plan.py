@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .data_recipes import estimate as data
-from .data_recipes.estimate import Corpus
+from .data_recipes.estimate import TOPK, Corpus
 from .data_recipes.index import INDEX
 from .data_recipes.layout import ANSWERS, FEATURES
 from .errors import DraftsmithError
@@ -30,7 +30,15 @@ from .heads.resolve import model_names
 from .heads.shapes import load_shapes
 from .heads.vocab import DraftVocab
 from .manifest import MANIFEST
-from .run_config import DEFAULT_HEAD, DEFAULT_MODEL, CollectSection, PrepareSection, RegenerateSection, resolve
+from .run_config import (
+    DEFAULT_HEAD,
+    DEFAULT_MODEL,
+    CollectSection,
+    PrepareSection,
+    RegenerateSection,
+    RunConfig,
+    resolve,
+)
 from .train.planned import Planned, StageSizes, hours, memory_by_stage, regenerate_seconds, train_seconds
 from .train.settings import HeadRecipe, TrainSettings, load_head_recipe
 
@@ -54,12 +62,13 @@ class PlanSettings:
         conversations, tokens, answer_share: how many, tokens of each, share that is answers: `MEANS` or `OTHERS`.
         data: a data folder (runs/<model>/data/<recipe>) whose own counts are taken instead.
         epochs: of training: the head's own.
-        hardware: a name from configs/hardware.yaml, or "here": the GPU that is there, else this CPU, measured.
+        hardware: a name from configs/hardware.yaml, or "here": the GPU that is there, else this CPU.
         gpus, nodes: devices of a machine, machines.
         disk_budget, gpu_memory: bytes like "500GB" or "75GiB": not checked; the device's own.
         tokens_per_s: measured decoding rate of all machines together: a roofline.
         batch, context: sequences and tokens of each while serving.
         alpha: acceptance of a draft. r: seconds of a target pass / of a draft step: by roofline.
+        topk: tokens of the teacher that are stored where not all of its state is.
     """
 
     model: str = DEFAULT_MODEL
@@ -79,15 +88,22 @@ class PlanSettings:
     context: int = 2048
     alpha: float = 0.7
     r: float | None = None
+    topk: int = TOPK
 
 
-def plan(settings: PlanSettings) -> dict[str, Any]:
+def plan(settings: PlanSettings, config: RunConfig | None = None) -> dict[str, Any]:
     """Compute a plan; plain JSON values.
+
+    Args:
+        config: of the run that is planned; None takes the defaults of model and head.
 
     Raises:
         DraftsmithError: unknown names, bytes that can't be read, a data folder without data.
     """
-    p = _gather(settings)
+    for name in ("tokens_per_s", "r", "answer_share"):
+        if (value := getattr(settings, name)) is not None and value <= 0:
+            raise DraftsmithError(f"{name} = {value} must be more than 0")
+    p = _gather(settings, config)
     decoding = _decoding(p, settings)
     disk_budget = None if settings.disk_budget is None else parse_bytes(settings.disk_budget, "disk_budget")
     return {
@@ -97,7 +113,7 @@ def plan(settings: PlanSettings) -> dict[str, Any]:
         "hardware": {"name": p.hardware.name, "devices": p.devices, "memory": p.memory, "bf16": p.hardware.bf16,
                      "bandwidth": p.hardware.bandwidth},
         "data": _data(p),
-        "disk": _disk(p, disk_budget),
+        "disk": _disk(p, disk_budget, settings.topk),
         "memory": memory_by_stage(p),
         "hours": hours(p, settings.tokens_per_s),
         "decoding": decoding,
@@ -111,14 +127,18 @@ def parse_bytes(text: str, what: str) -> float:
     if not found:
         raise DraftsmithError(f"{what} = {text!r}: write bytes like 500GB, 2TB or 75GiB")
     base = 1024 if found[3] else 1000
-    return float(found[1]) * base ** " KMGTP".index(found[2].upper() or " ")
+    count = float(found[1]) * base ** " KMGTP".index(found[2].upper() or " ")
+    if not count:
+        raise DraftsmithError(f"{what} = {text!r} must be more than 0")
+    return count
 
 
-def _gather(settings: PlanSettings) -> Planned:
+def _gather(settings: PlanSettings, config: RunConfig | None) -> Planned:
     shapes = load_shapes(settings.model)
     prepare, regenerate, collect, name = PrepareSection(), RegenerateSection(), CollectSection(), None
-    if settings.model in model_names():  # its file may suggest other settings
+    if config is None and settings.model in model_names():  # its file may suggest other settings
         config = resolve("train", {"model": settings.model, "head": settings.head}, None, [])
+    if config is not None:
         recipe = HeadRecipe(head=config.head_options, train=config.train)
         prepare, regenerate, collect, name = config.prepare, config.regenerate, config.collect, config.recipe
     else:
@@ -136,15 +156,15 @@ def _gather(settings: PlanSettings) -> Planned:
     )
     hardware = speedup.load_hardware(settings.hardware)
     memory = hardware.memory if settings.gpu_memory is None else parse_bytes(settings.gpu_memory, "gpu_memory")
-    devices = settings.gpus * settings.nodes
-    corpus = _corpus(settings, name, regenerate.max_new_tokens, prepare.max_tokens)
+    devices = (settings.gpus if hardware.is_gpu else 1) * settings.nodes  # processes of a CPU share it
+    corpus = expected_corpus(settings, name, regenerate.max_new_tokens, prepare.max_tokens)
     length = min(prepare.max_prompt_tokens + regenerate.max_new_tokens, corpus.longest)
     stages = StageSizes(prepare.chunk, prepare.val_every, regenerate.slots, length, collect.token_budget)
     costs, aux = head_costs(head), len(layer_ids)
     return Planned(shapes, head, costs, aux, recipe.train, stages, corpus, hardware, devices, memory)
 
 
-def _corpus(settings: PlanSettings, recipe: str | None, new_tokens: int, most: int) -> Corpus:
+def expected_corpus(settings: PlanSettings, recipe: str | None, new_tokens: int, most: int) -> Corpus:
     """What the user says, else what is known of the recipe.
 
     Args:
@@ -170,8 +190,8 @@ def _data(p: Planned) -> dict[str, Any]:
     }
 
 
-def _disk(p: Planned, budget: float | None) -> dict[str, Any]:
-    found = data.disk(p.corpus, p.shapes, p.aux)
+def _disk(p: Planned, budget: float | None, topk: int) -> dict[str, Any]:
+    found = data.disk(p.corpus, p.shapes, p.aux, topk)
     if p.head.config.last_state != "none":  # it reads the last state itself: the likeliest tokens can't stand for it
         found = {name: size for name, size in found.items() if "topk" not in name}
     fitting = [name for name, size in found.items() if budget is None or size["all"] <= budget]
@@ -240,7 +260,9 @@ def check_against(run: Path, model: str | None = None, hardware: str | None = No
     slots = answered["identity"]["slots"]
     p = _planned_of(model or run.parent.name, config, collected, settings, speedup.load_hardware(hardware), slots or 1)
     memory = memory_by_stage(p)
-    stored = data.disk(p.corpus, p.shapes, p.aux)[_storage(collected["identity"])]
+    form = collected["identity"]
+    topk = TOPK if form["teacher"] == "hidden" else int(form["teacher"].removeprefix("top "))
+    stored = data.disk(p.corpus, p.shapes, p.aux, topk)[data.storage(form["dtype"], form["teacher"])]
     validations = (
         math.ceil(record["step"] / settings.validation_interval(record["step"])) + 1
     )  # and one after the pilot
@@ -299,7 +321,3 @@ def _features_of(run: Path, digest: str) -> Path:
     raise DraftsmithError(
         f"{run.parent / 'data'} holds no features with digest {digest[:8]}: {run} was trained on others, or on fewer"
     )
-
-
-def _storage(identity: dict[str, Any]) -> str:
-    return str(identity["dtype"] + ("" if identity["teacher"] == "hidden" else "+topk"))

@@ -7,6 +7,7 @@ import gc
 import time
 from typing import TYPE_CHECKING
 
+from .data_recipes.recipe import recipe_folder
 from .files import probe_writable, read_json
 from .heads.resolve import TargetSource, require_reachable, resolve_target
 from .manifest import PLAN
@@ -32,13 +33,20 @@ class Run:
         training: of the stage that trains it; another head's where that one's weights are only decoded another way.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, writes: bool = True) -> None:
+        """Find the run.
+
+        Args:
+            config: of the run.
+            writes: whether stages will write; False only looks, so that a read-only folder does.
+        """
         self.config = config
         self.started = time.monotonic()
-        probe_writable(config.runs)
+        if writes:
+            probe_writable(config.runs)
         self.source: TargetSource = resolve_target(config.model, notify=say)
         home = config.runs / self.source.name
-        self.data = home / "data" / config.recipe
+        self.data = home / "data" / recipe_folder(config.recipe)
         run = f"@{config.run}" if config.run else ""
         self.folder = home / (config.head + run)
         self.training = home / ((config.weights_of or config.head) + run) / "train"

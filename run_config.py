@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeGuard
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .data_recipes.recipe import load_recipe, recipe_from_path
+from .data_recipes.recipe import SUFFIX, load_recipe, recipe_from_path, recipe_state
 from .errors import DraftsmithError
 from .heads.resolve import HUB_RECIPE, model_entry, model_names, resolve_target
 from .train.settings import CHAINS, HeadSettings, TrainSettings, load_head_recipe
@@ -114,7 +114,11 @@ class RunConfig(_Strict):
     """The head that is trained, where `head` is another way to decode it; follows from the head's file."""
     head_options: HeadSettings
     recipe: str
+    """A name of `configs/recipes/`, the path of an own .yaml, or the data's own name."""
+    recipe_state: str | None = None
+    """See `recipe.recipe_state`; follows from the recipe."""
     data: Path | None = Field(default=None, strict=False)
+    """File or folder of conversations, or whatever else `sources.find_source` finds."""
     answers: Literal["auto", "target", "dataset"] = "auto"
     """Whose answers the head is trained on: the target's own, those that the conversations came with, or what the time
     of a run allows."""
@@ -134,7 +138,7 @@ class RunConfig(_Strict):
     eval: EvalSection = EvalSection()
 
     def tree(self) -> dict[str, Any]:
-        """Plain values in the form that `--config` reads back."""
+        """Plain values in the form that `--config` reads back, and the recipe's state."""
         values = self.model_dump(mode="json")
         values.pop("weights_of")
         values["head"] = {"name": values["head"], **values.pop("head_options")}
@@ -179,14 +183,18 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
     if isinstance(measured := values.setdefault("eval", {}), dict):
         measured.setdefault("trees", list(recipe.decode.trees))
     model = str(values.get("model", DEFAULT_MODEL))
-    values["recipe"] = _recipe_name(values.get("recipe"), values.get("data"), model)
-    if followed := sorted({"weights_of", "head_options"} & set(values)):
-        raise DraftsmithError(f"{followed[0]} follows from the head: it can't be set")
+    if followed := sorted(_FOLLOWING.keys() & values.keys()):
+        raise DraftsmithError(f"{followed[0]} follows from the {_FOLLOWING[followed[0]]}: it can't be set")
+    values |= _recipe(values.get("recipe"), values.get("data"), model)
     found = {"head": name, "weights_of": recipe.weights_of, "head_options": recipe.head, "train": recipe.train}
     try:
         return RunConfig.model_validate({**values, **found})
     except ValidationError as error:
         raise DraftsmithError(_explain(error)) from error
+
+
+_FOLLOWING = {"weights_of": "head", "head_options": "head", "recipe_state": "recipe"}
+"""Fields that nobody sets, and what they follow from."""
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,19 +247,24 @@ def _check_nodes(values: dict[str, Any]) -> None:
 
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML that `--config` reads back."""
-    return yaml.safe_dump(config.tree(), sort_keys=False, allow_unicode=True)
+    values = config.tree()
+    values.pop("recipe_state")
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _recipe_name(recipe: Any, data: Any, model: str) -> str:
-    """Name of the recipe, checked; also checks MODEL, whose own recipe is the default. Fetches nothing."""
+def _recipe(recipe: Any, data: Any, model: str) -> dict[str, str]:
+    """The recipe, checked, and its state; also checks MODEL, whose own recipe is the default. Fetches nothing."""
     default = model_entry(model).get("recipe", HUB_RECIPE) if model in model_names() else None
     if default is None:
         default = resolve_target(model).default_recipe
     if data is not None:
         if recipe is not None:
             raise DraftsmithError(f"recipe {recipe!r} and data {data!r} exclude each other: give one of them")
-        return recipe_from_path(Path(str(data))).name
-    return load_recipe(str(recipe or default)).name
+        return {"recipe": recipe_from_path(Path(str(data))).name}
+    name = str(recipe or default)
+    if name.endswith(SUFFIX):
+        name = str(Path(name).expanduser().resolve())  # processes and machines may start elsewhere
+    return {"recipe": name, "recipe_state": recipe_state(load_recipe(name))}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -303,7 +316,7 @@ def _explain(error: ValidationError) -> str:
     group: Any = RunConfig
     for part in first["loc"][:-1]:
         group = group.model_fields[str(part)].annotation
-    names = [name for name in group.model_fields if name not in ("head_options", "weights_of")]
+    names = [name for name in group.model_fields if name not in _FOLLOWING]
     close = difflib.get_close_matches(str(first["loc"][-1]), names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"there is no setting '{place}'{hint}; there are: {', '.join(names)}"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
+import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 EVAL_VERSION = 2
 SECONDS_VARIABLE = "DRAFTSMITH_TRAIN_SECONDS"
 """Hands the time that is left to the processes that train."""
+COMMAND_VARIABLE = "DRAFTSMITH_COMMAND"
+"""Hands them what the user typed."""
+LEFT_VARIABLE = "DRAFTSMITH_LEFT"
+"""Names the file by which they say that they left training in order."""
 
 
 def prepare(run: Run) -> Stage:
@@ -64,7 +69,9 @@ def load_tokenizer_of(run: Run) -> Any:
 
 
 def regenerate(run: Run, minutes: float | None) -> Stage:
-    """Prompts to the target's answers, states recorded on the way."""
+    """Prompts to the target's answers, states recorded on the way; on all devices, unless servers answer."""
+    if _is_shared(run) and not run.config.regenerate.servers:
+        return _in_processes(run, "regenerate", run.data / "answers", minutes)
     from .data_recipes.regenerate import RegenerateSettings
     from .data_recipes.regenerate import regenerate as stage
 
@@ -82,6 +89,8 @@ def collect(run: Run, minutes: float | None = None) -> Stage:
     """States for documents that have none; for online training the documents alone."""
     if run.online:
         return _collect_tokens(run)
+    if _is_shared(run):
+        return _in_processes(run, "collect", run.features, minutes)
     from .data_recipes.collect import collect as stage
 
     rank, world = launched_ranks()
@@ -115,22 +124,19 @@ def train(run: Run, minutes: float | None) -> Stage:
     Args:
         minutes: what is really left for it; None takes the settings' own limits.
     """
-    from .train.launch import visible_devices
-    from .train.ranks import under_launcher
-
     if has_weights(run):
         say(f"{run.config.weights_of} is trained already: {run.training}")
         return Stage(run.training, read_json(run.training / MANIFEST)["identity"])
-    processes = run.config.gpus or visible_devices()
     seconds = None if minutes is None else 60 * minutes
     run.release_target()
-    if under_launcher() or processes * run.config.nnodes == 1:
+    if not _is_shared(run):
         record = _train_here(run, seconds)
+        if LEFT_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+            Path(os.environ[LEFT_VARIABLE]).touch()
         if not record["finished"]:
-            raise SystemExit(record["exit_code"])  # stopped by a signal, everything saved and said
-    else:
-        _train_in_processes(run, processes, seconds)
-    return Stage(run.training, read_json(run.training / MANIFEST)["identity"])
+            raise SystemExit(0)  # stopped by a signal, everything saved and said
+        return Stage(run.training, read_json(run.training / MANIFEST)["identity"])
+    return _in_processes(run, "train", run.training, run.config.minutes, seconds)
 
 
 def has_weights(run: Run) -> bool:
@@ -192,28 +198,92 @@ def _train_here(run: Run, seconds: float | None) -> dict[str, Any]:
         target_id=run.source.hub_id or run.source.name,
         recorded_revision=run.reached.revision,
         online=run.online,
+        resume_command=command_line(),
         budget_seconds=float(os.environ[SECONDS_VARIABLE]) if SECONDS_VARIABLE in os.environ else seconds,
     )
 
 
-def _train_in_processes(run: Run, processes: int, seconds: float | None) -> None:
-    """Start this command line's `train` under torchrun, with the very same configuration."""
-    from .train.launch import torchrun_command
+_TRIES = 4
+"""A data stage whose process died is started again as long as it gets on: by a death it loses an unfinished chunk."""
+_MANIFEST_S = 600.0
+"""How long another machine's manifest may take: rank 0 waits for stragglers, and network file systems are slow."""
 
+
+def _is_shared(run: Run) -> bool:
+    """Whether a stage is done by several processes that are still to be started.
+
+    Raises:
+        DraftsmithError: Slurm has started several that know nothing of each other.
+    """
+    from .train.launch import refuse_lonely_tasks, visible_devices
+
+    refuse_lonely_tasks(run.config.nnodes)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return not launched and (run.config.gpus or visible_devices()) * run.config.nnodes > 1
+
+
+def _in_processes(run: Run, command: str, folder: Path, minutes: float | None, seconds: float | None = None) -> Stage:
+    """Start this program's `command` under torchrun, with the very same configuration; returns its stage.
+
+    Args:
+        folder: of the stage.
+        minutes: the configuration's, for this command.
+        seconds: what is left of the time for training.
+    """
+    from .train.interrupt import run_passing_signals
+    from .train.launch import torchrun_command, torchrun_environment, visible_devices
+
+    run.release_target()  # before other processes take the devices' memory
     c = run.config
-    file = run.folder / (f"config.node{c.node_rank}.yaml" if c.nnodes > 1 else "config.yaml")
-    write_text(file, to_yaml(c))
-    command = torchrun_command(
-        "draftsmith.cli", ["train", "--config", str(file)],
-        processes=processes, nnodes=c.nnodes, node_rank=c.node_rank, master=c.master,
+    mode = c.train.model_copy(update={"mode": "online" if run.online else "offline"})
+    same = c.model_copy(update={"answers": run.answers, "train": mode, "minutes": minutes})
+    file = run.folder / (f"{command}.node{c.node_rank}.yaml" if c.nnodes > 1 else f"{command}.yaml")
+    write_text(file, to_yaml(same))
+    processes = c.gpus or visible_devices()
+    line = torchrun_command(
+        "draftsmith.cli", [command, "--config", str(file)], processes=processes,
+        nnodes=c.nnodes, node_rank=c.node_rank, master=c.master,
     )  # fmt: skip
-    environment = dict(os.environ)
+    left = file.with_suffix(".left")
+    left.unlink(missing_ok=True)
+    environment = torchrun_environment(processes)
+    environment |= {COMMAND_VARIABLE: command_line(), LEFT_VARIABLE: str(left)}
     if seconds is not None:
         environment[SECONDS_VARIABLE] = str(seconds)
-    code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
-    if code or not (run.training / MANIFEST).exists():
-        say("training did not finish; what was saved is kept: run the same command again to go on")
-        raise SystemExit(code)
+    for attempt in range(_TRIES):
+        before = len(list(folder.glob("chunk-*")))
+        code, asked = run_passing_signals(line, environment)
+        gets_on = command != "train" and len(list(folder.glob("chunk-*"))) > before
+        if not code or asked is not None or left.exists() or not gets_on or attempt + 1 == _TRIES:
+            break
+        say(f"{command}: a process died; what was finished is kept, all are started again")
+    if not code and c.node_rank > 0:
+        _wait_for_manifest(folder)
+    done, in_order = (folder / MANIFEST).exists(), left.exists()
+    left.unlink(missing_ok=True)
+    if in_order and (asked is not None or not done):
+        raise SystemExit(0)  # asked to stop, here or on another machine: everything saved and said
+    if code or asked is not None or not done:
+        say(f"{command} did not finish; what was saved is kept; to go on: {command_line()}")
+        raise SystemExit(128 + asked if asked is not None else code if code > 0 else 128 - code if code else 1)
+    return Stage(folder, read_json(folder / MANIFEST)["identity"])
+
+
+def _wait_for_manifest(folder: Path) -> None:
+    """Wait until machine 0 has finished a stage whose work is done here."""
+    until = time.monotonic() + _MANIFEST_S
+    while not (folder / MANIFEST).exists() and time.monotonic() < until:
+        time.sleep(1)
+
+
+def command_line() -> str:
+    """What the user typed, to be typed again to go on."""
+    if COMMAND_VARIABLE in os.environ:
+        return os.environ[COMMAND_VARIABLE]
+    if Path(sys.argv[0]).name not in ("draftsmith", "cli.py"):
+        return "the same command again"
+    typed = shlex.join(["draftsmith", *sys.argv[1:]])
+    return f"{typed} (or the same make command)" if "MAKELEVEL" in os.environ else typed
 
 
 def check_trees(config: RunConfig) -> None:

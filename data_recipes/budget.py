@@ -63,7 +63,12 @@ class Budget:
         """Of `most` units in chunks of `chunk`, those that fit the budget; None while nothing is measured."""
         if self.minutes is None:
             return most
-        return min(most, max(0, int(self._units_left())) // chunk * chunk) if self._measured else None
+        return min(most, max(0, int(self._units_left())) // max(chunk, 1) * chunk) if self._measured else None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the time is over, whatever was measured."""
+        return self.minutes is not None and self._spent >= 60 * self.minutes
 
     @property
     def _measured(self) -> int:
@@ -71,9 +76,12 @@ class Budget:
 
     def _units_left(self) -> float:
         assert self.minutes is not None
-        each = sum(c["seconds"] for c in self.chunks) / self._measured
-        spent = self.before + time.monotonic() - self.started  # loading the target included
-        return (60 * self.minutes - spent) / each
+        each = max(sum(c["seconds"] for c in self.chunks), 1e-3) / self._measured
+        return (60 * self.minutes - self._spent) / each
+
+    @property
+    def _spent(self) -> float:
+        return self.before + time.monotonic() - self.started  # loading the target included
 
 
 def spent_seconds(folder: Path) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -64,11 +65,14 @@ class ChatReader:
         tokenizer: a Hugging Face tokenizer with a chat template.
         variables: what the template is rendered with beside messages and tools (`enable_thinking`).
         stops, specials: see `TurnReader`.
+        today: see `Template`.
     """
 
-    def __init__(self, tokenizer: Any, variables: dict[str, Any], stops: list[str], specials: list[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, variables: dict[str, Any], stops: list[str], specials: list[str], today: date | None
+    ) -> None:
         self.begin: list[int] = []
-        self._template = Template(tokenizer, variables)
+        self._template = Template(tokenizer, variables, today)
         self._turns = TurnReader(self._template, stops, specials)
         self._shapes = ShapeReader(self._template, self._turns)
 
@@ -105,6 +109,7 @@ class ChatFormat:
             end-of-sequence token. Only added tokens are looked for, as all models' are.
         plain_text: train a model without a chat template on plain text: messages stand one below the other, with a
             blank line between.
+        today: the date that templates which ask for it are told; None: of the day on which this is made.
 
     Raises:
         DraftsmithError: the tokenizer has no chat template (and `plain_text` isn't chosen), or it can't be read, or the
@@ -118,6 +123,7 @@ class ChatFormat:
         template_kwargs: dict[str, Any] | None = None,
         stop_ids: Sequence[int] = (),
         plain_text: bool = False,
+        today: date | None = None,
     ) -> None:
         self._name = tokenizer.name_or_path or type(tokenizer).__name__
         self._size = len(tokenizer)
@@ -133,7 +139,7 @@ class ChatFormat:
         elif not getattr(tokenizer, "chat_template", None):
             raise _no_template(tokenizer)
         else:
-            self._reader = ChatReader(tokenizer, template_kwargs or {}, stops, specials)
+            self._reader = ChatReader(tokenizer, template_kwargs or {}, stops, specials, today)
         self._checked = plain_text
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
@@ -197,7 +203,9 @@ class ChatFormat:
             try:
                 if isinstance(found, Malformed):
                     raise found
-                whole = [document for _ in found[0] for document in _sound(next(encoded))]
+                # all of them are drawn before one may raise: the next conversation's stand behind them
+                drawn = [next(encoded) for _ in found[0]]
+                whole = [document for row in drawn for document in _sound(row)]
                 documents.append(self._finished(conversation, whole, found[1]))
             except Malformed as reason:
                 documents.append(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any
 
 import jinja2
@@ -17,6 +18,7 @@ from .conversation import Malformed, Message
 Ranges = list[tuple[int, int]]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same form that transformers looks for
+_CLOCK = "strftime_now"
 _LONGEST_REASON = 160
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _HARMLESS = frozenset({"strip", "lstrip", "rstrip", "get"})
@@ -38,6 +40,12 @@ class _GenerationTag(Extension):
 class Template:
     """The chat template of a tokenizer, with the variables it is rendered with.
 
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        variables: what the template is given beside messages and tools.
+        today: the date that `strftime_now` writes, so that the same conversation is always the same text; None: of
+            the day on which this is made.
+
     Attributes:
         name: of the tokenizer, for messages.
         marked: whether `{% generation %}` marks say what the assistant wrote.
@@ -45,10 +53,11 @@ class Template:
         compares_messages: whether it compares values with each other, so that equal messages may be rendered otherwise.
     """
 
-    def __init__(self, tokenizer: Any, variables: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, variables: dict[str, Any], today: date | None = None) -> None:
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
         self._tokenizer = tokenizer
         self._variables = {**tokenizer.special_tokens_map, **variables}
+        self._today = today or date.today()
         try:
             source = tokenizer.get_chat_template(None, None)
             tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationTag]).parse(source)
@@ -89,7 +98,7 @@ class Template:
             texts, ranges = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
-                chat_template=self._tokenizer.get_chat_template(None, tools),
+                chat_template=_told(self._tokenizer.get_chat_template(None, tools), self._today),
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=generate,
                 **self._variables,
@@ -99,6 +108,21 @@ class Template:
                 f"the chat template refuses it: {' '.join(str(error).split())[:_LONGEST_REASON]}"
             ) from error
         return texts[0], [tuple(r) for r in ranges[0]] if marks else None
+
+
+def _told(source: str, today: date) -> str:
+    """Return the template as one whose `strftime_now` writes this date.
+
+    transformers takes no function among a template's variables, and keeps each compiled template for all its callers:
+    a comment in front, of which nothing is rendered, makes it another.
+    """
+    if _CLOCK not in source:
+        return source
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    own = f"{{# {today.isoformat()} #}}\n{source}"
+    _compile_jinja_template(own).globals[_CLOCK] = today.strftime
+    return own
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -37,7 +37,7 @@ from .store import FeatureStore
 
 VERSION = 2
 NOT_FINITE_CAP = 0.001
-"""Share of documents with NaN or infinite states above which the stage stops."""
+"""Share of documents with NaN or infinite states above which the stage stops; one document never stops it."""
 PATIENCE_S = 1800.0
 """Rank 0 gives up when for so long no other rank has finished a chunk."""
 _POLL_S = 0.2
@@ -104,7 +104,7 @@ def collect(
 
     Raises:
         DraftsmithError: no documents, one that the target can't read, or another rank that doesn't finish; more than
-            0.1 % of the documents have states that are not finite.
+            one document and 0.1 % of them, or all, have states that are not finite.
     """
     origin = _DOCUMENTS[settings.answers]
     stage = features_stage(data, stage_digest(data / origin.folder, origin.command), info, settings, rank)
@@ -113,7 +113,7 @@ def collect(
         raise DraftsmithError(f"{data / origin.folder} holds no documents: run 'draftsmith {origin.command}' first")
     own = [path for path in planned[rank::world] if not _features(stage, path).exists()]
     budget = Budget(stage.folder, minutes, {path.stem for path in own}, rank)
-    made = _fill(stage, own, origin.read, settings, info, load_target, budget)
+    made = _fill(stage, own, len(planned), origin.read, settings, info, load_target, budget)
     if rank > 0:
         return stage
     _wait_for_others(stage, planned, world, budget)
@@ -149,14 +149,21 @@ def chunk_meta(target: Target, settings: CollectSettings) -> ChunkMeta:
 def _fill(
     stage: Stage,
     missing: list[Path],
+    planned: int,
     read: Callable[[Path], list[DocumentRow]],
     settings: CollectSettings,
     info: TargetInfo,
     load_target: Callable[[], Target],
     budget: Budget,
 ) -> int:
-    """Make the missing chunks that fit the budget; returns how many were made."""
+    """Make the missing chunks that fit the budget; returns how many were made.
+
+    Args:
+        planned: chunks of all ranks: a target whose states would be too many to leave out stops here already.
+    """
     target: Target | None = None
+    dropped: list[str] = []
+    largest = 0
     with progress_bar("collect", None, "tokens") as bar:
         for number, path in enumerate(missing, 1):
             rows = read(path)
@@ -173,6 +180,9 @@ def _fill(
             bar.note(f"chunk {number} of {len(missing)}")
             for name in write_states(_features(stage, path), rows, target, meta, settings.token_budget, bar):
                 say(f"collect: the states of {name} are not finite: left out")
+                dropped.append(name)
+            largest = max(largest, len(rows))
+            _check_dropped(stage, dropped, largest * planned)
             budget.add(path.stem, max(tokens, 1), time.monotonic() - started)
     return len(missing)
 
@@ -205,7 +215,10 @@ def _finish(
     stage: Stage, names: list[str], planned: int, made: int, info: TargetInfo, settings: CollectSettings,
     minutes: float | None,
 ) -> None:  # fmt: skip
-    _check_dropped(stage, names)
+    chunks = [Chunk(stage.folder / f"{name}.safetensors", mapped=False) for name in names]
+    documents = sum(len(chunk.documents) for chunk in chunks)
+    dropped = [d[0] for chunk in chunks for d, finite in zip(chunk.documents, chunk.finite, strict=True) if not finite]
+    _check_dropped(stage, dropped, documents)
     index = build_index(stage.folder, names, info.fingerprint, settings.layer_ids, stage.digest)
     store = FeatureStore.open(stage.folder)
     counts = store.label_counts("train").sum(0)
@@ -227,14 +240,12 @@ def _finish(
     )
 
 
-def _check_dropped(stage: Stage, names: list[str]) -> None:
-    chunks = [Chunk(stage.folder / f"{name}.safetensors", mapped=False) for name in names]
-    documents = sum(len(chunk.documents) for chunk in chunks)
-    dropped = [d[0] for chunk in chunks for d, finite in zip(chunk.documents, chunk.finite, strict=True) if not finite]
-    if len(dropped) > NOT_FINITE_CAP * documents:
+def _check_dropped(stage: Stage, dropped: list[str], documents: int) -> None:
+    """Refuse too many documents without states; `documents` may be how many there are going to be."""
+    if len(dropped) > max(1, NOT_FINITE_CAP * documents) or len(dropped) == documents:
         raise DraftsmithError(
             f"{stage.folder}: the target's states are NaN or infinite on {len(dropped)} of {documents} documents "
-            f"({', '.join(dropped[:3])}{', …' if len(dropped) > 3 else ''}), more than {NOT_FINITE_CAP:.1%}: "
+            f"({', '.join(dropped[:3])}{', …' if len(dropped) > 3 else ''}), more than one and {NOT_FINITE_CAP:.1%}: "
             f"delete the folder and run the target in another dtype"
         )
 

@@ -15,7 +15,7 @@ TOKENS, ANSWER_SHARE = 1300, 0.7
 """Tokens of a conversation and the share that is answers, where nothing is known. EAGLE's published features of
 ShareGPT, 740 GB for 68,000 conversations at 8 KiB a token, are 1,300 tokens each; the share is assumed."""
 TOPK = 64
-"""Tokens of the teacher that are stored where not all of its state is."""
+"""Tokens of the teacher that are stored where not all of its state is, and `collect.topk` says nothing else."""
 _LINE = 24 + 64
 """Bytes of a document's line in a chunk's table, and about those of its id, split and source in the header."""
 
@@ -82,26 +82,37 @@ def counted_corpus(data: Path, new_tokens: int, longest: int, most: int) -> Corp
     return Corpus(*counts, min(most, longest * counts[1] // counts[0]), where)
 
 
-# Bytes of a row's states by how they are stored: A aux states and the last one of H numbers each.
+# Bytes of a row's states by how they are stored: A aux states and the last one of H numbers each, or of the last one
+# the K likeliest tokens, an id in int32 and a log-probability in fp16.
 STORAGES = {
-    "bf16": lambda aux, h: (aux + 1) * h * 2,
-    "int8": lambda aux, h: (aux + 1) * (h + 2),  # one fp16 scale a state
-    "bf16+topk": lambda aux, h: aux * h * 2 + TOPK * 6,  # id int32 and log-probability fp16 instead of the last state
-    "int8+topk": lambda aux, h: aux * (h + 2) + TOPK * 6,
-    "online": lambda aux, h: 0,
+    "bf16": lambda aux, h, k: (aux + 1) * h * 2,
+    "int8": lambda aux, h, k: (aux + 1) * (h + 2),  # one fp16 scale a state
+    "bf16+topk": lambda aux, h, k: aux * h * 2 + k * 6,
+    "int8+topk": lambda aux, h, k: aux * (h + 2) + k * 6,
+    "online": lambda aux, h, k: 0,
 }
 
 
-def disk(corpus: Corpus, shapes: TargetShapes, aux: int) -> dict[str, dict[str, float]]:
+def storage(dtype: str, teacher: str) -> str:
+    """Name in `STORAGES` of what `collect.dtype` and `collect.teacher` ask for."""
+    return dtype if teacher == "hidden" else f"{dtype}+topk"
+
+
+def disk(corpus: Corpus, shapes: TargetShapes, aux: int, topk: int = TOPK) -> dict[str, dict[str, float]]:
+    """Bytes of features by storage, see `features_bytes`; of shapes only the width of a state counts."""
+    return features_bytes(corpus, shapes.hidden, aux, topk)
+
+
+def features_bytes(corpus: Corpus, hidden: int, aux: int, topk: int) -> dict[str, dict[str, float]]:
     """Bytes of features by storage: `row` of states, and `all` with token ids, masks and headers.
 
     Args:
-        aux: stored aux layers.
+        hidden: width of a state; aux: stored aux layers; topk: stored tokens of the teacher.
     """
     fixed = 5 * corpus.tokens + _LINE * corpus.documents  # a token's id and its place in the mask
     found = {}
     for name, row in STORAGES.items():
-        states = row(aux, shapes.hidden)
+        states = row(aux, hidden, topk)
         found[name] = {"row": float(states), "all": float(corpus.rows * states + (fixed if states else 0))}
     return found
 

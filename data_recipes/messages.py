@@ -34,6 +34,8 @@ _ROLES = {
 }
 _CALL_ROLES = ("function_call", "tool_call")  # ShareGPT: the text of the turn is the call's JSON
 _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
+_ARGUMENTS = ("arguments", "parameters", "input")  # OpenAI, Llama, Anthropic
+_BESIDE_ARGUMENTS = frozenset({"name", "type", "id", "index", "function", *_ARGUMENTS})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _PARTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
@@ -157,13 +159,55 @@ def _calls(value: Any) -> list[Json]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed("a tool call without a name")
-        arguments = function.get("arguments")
+        arguments = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None)
+        if arguments is None and any(function[key] is not None for key in function.keys() - _BESIDE_ARGUMENTS):
+            raise Malformed(f"a tool call whose arguments are not under {', '.join(_ARGUMENTS)}")
         arguments = _decoded(arguments, "tool call arguments that are not JSON") if arguments else {}
         if not isinstance(arguments, dict):
             raise Malformed("tool call arguments that are not an object")
         read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append({**read, "id": call["id"]} if isinstance(call.get("id"), str) else read)
     return calls
+
+
+def without_filled(record: Json) -> Json:
+    """Return a row of a table without what its columns have put into tools and calls.
+
+    A column has one form for all rows: an object gets each key that any row's has, None where it has none itself.
+    Texts of JSON are as they were written. The record itself is left as it is, and returned where nothing is in it.
+    """
+    found: Json = {}
+    for key, value in record.items():
+        if key in ("tools", "functions"):
+            found[key] = _dropped(value)
+        elif isinstance(value, list):
+            found[key] = [_with_own_arguments(item) if isinstance(item, dict) else item for item in value]
+    found = {key: value for key, value in found.items() if value != record[key]}
+    return {**record, **found} if found else record
+
+
+def _with_own_arguments(message: Json) -> Json:
+    for key in ("tool_calls", "function_call", "content", "value"):  # the last two are a call's where the role is
+        calls = message.get(key)
+        if isinstance(calls, list):
+            message = {**message, key: [_own_arguments(call) for call in calls]}
+        elif isinstance(calls, dict):
+            message = {**message, key: _own_arguments(calls)}
+    return message
+
+
+def _own_arguments(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    own = {key: _dropped(value) if key in _ARGUMENTS else value for key, value in call.items()}
+    return {**own, "function": _own_arguments(own["function"])} if isinstance(own.get("function"), dict) else own
+
+
+def _dropped(value: Any) -> Any:
+    """Return a value without the keys, at any depth, that are None."""
+    if isinstance(value, dict):
+        return {key: _dropped(item) for key, item in value.items() if item is not None}
+    return [_dropped(item) for item in value] if isinstance(value, list) else value
 
 
 def read_tools(record: Json) -> list[Json] | None:

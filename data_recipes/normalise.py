@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .conversation import Conversation, Malformed, Message
 from .page_markup import about_markup, may_hold_markup, plain_text
@@ -74,7 +74,7 @@ def normalise(conversation: Conversation, settings: NormaliseSettings) -> Conver
         return replace(conversation, text=text, changes=tuple(changes))
     _check_unicode(conversation.category or "")
     if conversation.tools:
-        _check_unicode(json.dumps(conversation.tools, ensure_ascii=False))
+        _check_json(conversation.tools, "tools")
     messages = _without_media([_cleaned(m, changes) for m in conversation.messages], settings, changes)
     while True:
         messages = _in_order(messages, changes)
@@ -87,7 +87,7 @@ def normalise(conversation: Conversation, settings: NormaliseSettings) -> Conver
 
 def _cleaned(message: Message, changes: dict[str, None]) -> Message:
     if "tool_calls" in message:
-        _check_unicode(json.dumps(message["tool_calls"], ensure_ascii=False))
+        _check_json(message["tool_calls"], "tool calls")
     for key in ("name", "tool_call_id"):
         _check_unicode(message.get(key, ""))
     for key in ("content", "reasoning_content"):
@@ -105,6 +105,14 @@ def _clean(text: str, changes: dict[str, None]) -> str:
         return text
     changes[CONTROL] = None
     return raw.translate(_LINE_BREAKS).translate(None, _CONTROL).decode().replace(_BYTE_ORDER_MARK, "")
+
+
+def _check_json(value: Any, what: str) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # Parquet has dates and bytes, too
+        raise Malformed(f"{what} with values that JSON doesn't have") from error
+    _check_unicode(text)
 
 
 def _check_unicode(text: str) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..errors import DraftsmithError
 from .builtin import builtin_prompts
-from .conversation import Malformed
+from .conversation import Conversation, Malformed
 from .records import read_records, record_files
 from .shapes import parse_record
 from .shingles import window_hashes, word_hashes, words
@@ -79,8 +79,10 @@ def builtin_evaluation() -> list[str]:
 def read_evaluation(path: Path) -> list[str]:
     """Read the first user turns of a file or folder of evaluation prompts; a later turn alone is no such prompt.
 
+    Of a record without messages its text is the prompt. Prompts without a word are left aside.
+
     Raises:
-        DraftsmithError: a record can't be read: a prompt that is overlooked would be trained on.
+        DraftsmithError: a record can't be read, or asks nothing: a prompt that is overlooked would be trained on.
     """
     texts = []
     for file in record_files(path):
@@ -88,11 +90,20 @@ def read_evaluation(path: Path) -> list[str]:
             try:
                 if isinstance(record, Malformed):
                     raise record
-                messages = parse_record(record).messages
+                asked = _asked(parse_record(record))
             except Malformed as reason:
                 raise DraftsmithError(
                     f"{where}: {reason}: mend the evaluation prompts, or leave them out of keep_out"
                 ) from reason
-            asked = [m["content"] for m in messages if m["role"] == "user"][:1]
-            texts += [text.encode(errors="replace").decode() for text in asked]  # halves of surrogate pairs
+            if words(asked):
+                texts.append(asked.encode(errors="replace").decode())  # halves of surrogate pairs
     return texts
+
+
+def _asked(conversation: Conversation) -> str:
+    if conversation.text is not None:
+        return conversation.text
+    for message in conversation.messages:
+        if message["role"] == "user":
+            return str(message["content"])
+    raise Malformed("nothing is asked")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from .census import Census
 from .chat import ChatFormat
 from .layout import PROMPTS, TargetInfo, write_rows
 from .recipe import Recipe
-from .rows import Counts, Limits, render
+from .rows import Before, Counts, Limits, render
 
-VERSION = 2
+VERSION = 3
 _COMMITS = "commits.json"
 
 
@@ -68,11 +69,12 @@ class PrepareSettings:
             )
         return Limits(self.answers, prompt, min(self.max_tokens, info.max_positions), self.val_every)
 
-    def chat(self, info: TargetInfo, tokenizer: Any) -> ChatFormat:
-        """Return the target's format."""
+    def chat(self, info: TargetInfo, tokenizer: Any, today: date | None = None) -> ChatFormat:
+        """Return the target's format; `today` as `ChatFormat` has it."""
         return ChatFormat(
-            tokenizer, template_kwargs=self.template_kwargs, stop_ids=info.stop_ids, plain_text=self.plain_text
-        )
+            tokenizer, template_kwargs=self.template_kwargs, stop_ids=info.stop_ids, plain_text=self.plain_text,
+            today=today,
+        )  # fmt: skip
 
 
 def prepare(
@@ -100,12 +102,13 @@ def prepare(
     if _is_done(stage):
         return stage
     commits = _commits(stage.folder, mixture)
-    chat = settings.chat(info, load_tokenizer())
+    chat = settings.chat(info, load_tokenizer(), began_on(data))
     counts = Counts()
     made = 0
     with progress_bar("prepare", unit="conversations") as bar:
         for chunk in chunks(mixture.candidates(commits, settings.malformed_cap), settings.chunk):
-            counts.merge(_rendered(stage.folder, made, chunk, chat, limits))
+            before = Before(made * settings.chunk, counts.totals["conversations"])
+            counts.merge(_rendered(stage.folder, made, chunk, chat, limits, before))
             made += 1
             bar.advance(len(chunk))
     censuses = merged(mixture, counts)
@@ -163,21 +166,30 @@ def _is_done(stage: Stage) -> bool:
     return all(path.exists() for i in range(stage.manifest["record"]["chunks"]) for path in _paths(stage.folder, i))
 
 
+def began_on(data: Path) -> date | None:
+    """Return the day on which the prompts of `data` were begun, which templates are told; None if nothing says it."""
+    path = data / PROMPTS / _COMMITS
+    told = read_json(path).get("date") if path.exists() else None
+    return date.fromisoformat(told) if told else None
+
+
 def _commits(folder: Path, mixture: Mixture) -> dict[str, str]:
     """The datasets' commits: those that an earlier call of this stage began with."""
     path = folder / _COMMITS
     if not path.exists():
-        write_json(path, mixture.commits())
-    commits: dict[str, str] = read_json(path)
+        write_json(path, {"date": date.today().isoformat(), "commits": mixture.commits()})
+    commits: dict[str, str] = read_json(path)["commits"]
     return commits
 
 
-def _rendered(folder: Path, number: int, chunk: list[Candidate], chat: ChatFormat, limits: Limits) -> Counts:
+def _rendered(
+    folder: Path, number: int, chunk: list[Candidate], chat: ChatFormat, limits: Limits, before: Before
+) -> Counts:
     """Render a chunk where it isn't there yet; returns its counts."""
     rows_path, counts_path = _paths(folder, number)
     if rows_path.exists() and counts_path.exists():
         return Counts.from_dict(read_json(counts_path))
-    rows, counts = render(chunk, chat, limits)
+    rows, counts = render(chunk, chat, limits, before)
     write_rows(rows_path, rows)
     write_json(counts_path, counts.to_dict())
     return counts

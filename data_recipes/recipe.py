@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import DraftsmithError
+from ..files import sha256_json
 from .records import SUFFIXES
+from .sources import BUILTIN, HUB, find_source, source_names
+
+SUFFIX = ".yaml"
+"""What a recipe ends in that is no name of `configs/recipes/` but a file of the user's own."""
 
 
 class SourceSpec(BaseModel):
@@ -87,12 +93,20 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read the recipe called `name`; an unknown name or a faulty file is a `DraftsmithError` that says what exists."""
+    """Read the recipe called `name`, or the user's own file, a path that ends in .yaml.
+
+    Paths within an own file are relative to it; its name is `recipe_folder`'s, whatever it says itself.
+
+    Raises:
+        DraftsmithError: an unknown name, a file that can't be read or is faulty; says what exists.
+    """
+    if name.endswith(SUFFIX):
+        return _own_recipe(Path(name).expanduser().resolve())
     files = _recipe_files()
     if name not in files:
         raise DraftsmithError(
-            f"there is no recipe '{name}': give one of {', '.join(sorted(files))}, or your own data with DATA=path "
-            f"(--data path)"
+            f"there is no recipe '{name}': give one of {', '.join(sorted(files))}, a file of your own that ends in "
+            f"{SUFFIX}, or your own data with DATA=path (--data path)"
         )
     return parse_recipe(name, files[name], f"configs/recipes/{name}.yaml")
 
@@ -106,7 +120,7 @@ def parse_recipe(name: str, text: str, where: str) -> Recipe:
     if not isinstance(values, dict):
         raise DraftsmithError(f"{where}: a mapping with 'sources' is expected")
     try:
-        return Recipe(**{"name": name, **values})
+        return Recipe.model_validate({"name": name, **values})  # it refuses keys that are no text, too
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -114,15 +128,36 @@ def parse_recipe(name: str, text: str, where: str) -> Recipe:
 
 
 def recipe_from_path(path: Path) -> Recipe:
-    """Return the recipe of a user's own file or folder of conversations; its name holds 8 hex of the path."""
-    path = path.expanduser().resolve()
-    if not path.exists():
+    """Return the recipe of what DATA calls: a user's own file or folder, or any source that has a name or is on a hub.
+
+    What lies there goes before a name. The recipe's name holds 8 hex of the path, or of what the source is called.
+
+    Raises:
+        DraftsmithError: nothing is called so.
+    """
+    called, path = str(path), path.expanduser().resolve()
+    if path.exists() and not called.startswith(HUB):
+        return Recipe(name=_named_after(path), sources=[SourceSpec(source=str(path))])
+    if not _is_called(called):
         raise DraftsmithError(
-            f"{path} does not exist: DATA (--data) takes a file or folder of conversations ({', '.join(SUFFIXES)})"
+            f"{path} does not exist: DATA (--data) takes a file or folder of conversations ({', '.join(SUFFIXES)}), "
+            f"{HUB}<dataset>[:<config>[:<split>]], or one of {', '.join(sorted([BUILTIN, *source_names()]))}"
         )
-    stem = path.name.split(".")[0] or "data"
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return Recipe(name=f"{stem}-{digest}", sources=[SourceSpec(source=str(path))])
+    label = re.sub(r"[^\w.-]", "_", find_source(called).label).lstrip(".") or "data"  # a hub's name is any text
+    return Recipe(name=f"{label}-{_digest(called)}", sources=[SourceSpec(source=called)])
+
+
+def recipe_folder(recipe: str) -> str:
+    """Name of the folder under `runs/<model>/data/`: a file's stem with 8 hex of its path, or the recipe's own name."""
+    return _named_after(Path(recipe).expanduser().resolve()) if recipe.endswith(SUFFIX) else recipe
+
+
+def recipe_state(recipe: Recipe) -> str:
+    """Return a hash of all that decides what the recipe gives and that is cheap to read: itself, sizes, times."""
+    paths = [spec.source for spec in recipe.sources if not _is_called(spec.source)] + recipe.filters.keep_out
+    roots = [Path(path).expanduser() for path in paths]
+    files = [file for root in roots for file in [root, *sorted(root.rglob("*"))] if file.is_file()]
+    return sha256_json([recipe.model_dump(), [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]])
 
 
 def recipe_of_source(source: str) -> Recipe:
@@ -134,3 +169,36 @@ def recipe_of_source(source: str) -> Recipe:
 def _recipe_files() -> dict[str, str]:
     folder = resources.files(__package__.rpartition(".")[0]) / "configs" / "recipes"
     return {f.name.removesuffix(".yaml"): f.read_text("utf-8") for f in folder.iterdir() if f.name.endswith(".yaml")}
+
+
+def _own_recipe(path: Path) -> Recipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DraftsmithError(
+            f"the recipe {path} can't be read ({error.strerror}): give another file, or one of "
+            f"{', '.join(recipe_names())}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(f"the recipe {path} is not UTF-8 ({error.reason}): convert the file") from error
+    found = parse_recipe(_named_after(path), text, str(path))
+
+    def placed(there: str) -> str:
+        return str(path.parent / Path(there).expanduser())
+
+    sources = [s if _is_called(s.source) else s.model_copy(update={"source": placed(s.source)}) for s in found.sources]
+    filters = found.filters.model_copy(update={"keep_out": [placed(file) for file in found.filters.keep_out]})
+    return found.model_copy(update={"name": _named_after(path), "sources": sources, "filters": filters})
+
+
+def _is_called(source: str) -> bool:
+    """Whether a source is no path: it has a name, or is on the hub."""
+    return source.startswith(HUB) or source == BUILTIN or source in source_names()
+
+
+def _named_after(path: Path) -> str:
+    return f"{path.name.split('.')[0] or 'data'}-{_digest(str(path))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

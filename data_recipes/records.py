@@ -24,6 +24,10 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _decode = json.JSONDecoder().raw_decode
 
 
+class TableRow(dict[str, Any]):
+    """A record that comes from typed columns: its objects have None for every key that only other rows have."""
+
+
 def record_files(path: Path) -> list[Path]:
     """Return the file itself, or all of a folder's files that can be read, sorted by path.
 
@@ -96,7 +100,7 @@ def _rows(file: BinaryIO, name: str, path: Path) -> Iterator[Record]:
         for batch in ParquetFile(file).iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{name}:{number}", row
+                yield f"{name}:{number}", TableRow(row)
     except ArrowException as error:
         raise OSError(str(error)) from error
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .layout import (
     stage_digest,
     write_rows,
 )
+from .prepare import began_on
 from .store import write_chunk
 from .turns import Asking, Dialogue, asked_rows, ended_early
 
@@ -142,9 +144,9 @@ def regenerate(
         if settings.servers:
             assert load_tokenizer is not None
             assert model is not None
-            _through_servers(settings, stage, info, mine, budget, rank, load_tokenizer(), model)
+            _through_servers(settings, stage, info, mine, budget, rank, load_tokenizer(), model, began_on(data))
         else:
-            _InProcess(settings, stage, info, load_target(), features, record).run(mine, budget)
+            _InProcess(settings, stage, info, load_target(), features, record, began_on(data)).run(mine, budget)
     if world > 1 and minutes is not None:
         left = [path.stem for path in mine if not _answers(stage, path).exists()]
         write_json(_ended(stage, rank), {"world": world, "minutes": minutes, "left": left})
@@ -171,13 +173,13 @@ class _InProcess:
 
     def __init__(
         self, settings: RegenerateSettings, stage: Stage, info: TargetInfo, target: Target,
-        features: Stage | None, record: CollectSettings | None,
+        features: Stage | None, record: CollectSettings | None, today: date | None,
     ) -> None:  # fmt: skip
         if target.fingerprint != info.fingerprint:
             raise DraftsmithError(f"the target {target.id} changed since its prompts were made: run again")
         self.settings, self.stage, self.target, self.features = settings, stage, target, features
         self.meta = None if record is None else chunk_meta(target, record)
-        self.asking = _asking(settings, info, target.tokenizer, frozenset(target.eos_ids))
+        self.asking = _asking(settings, info, target.tokenizer, frozenset(target.eos_ids), today)
         self.drafter = PlainDrafter(None if self.meta is None else Needs(self.meta.layer_ids, last=True))
         self.tokens, self.started = 0, time.monotonic()
 
@@ -236,21 +238,23 @@ class _InProcess:
 
 def _through_servers(
     settings: RegenerateSettings, stage: Stage, info: TargetInfo, paths: Sequence[Path], budget: Budget, rank: int,
-    tokenizer: Any, model: str,
+    tokenizer: Any, model: str, today: date | None,
 ) -> None:  # fmt: skip
     from .served import ServedAnswers  # an HTTP client, which nobody else needs
     from .server import Servers
 
     servers = Servers(settings.servers, model, settings.concurrency, settings.server_timeout_s)
-    asking = _asking(settings, info, tokenizer, frozenset({*info.stop_ids, tokenizer.eos_token_id} - {None}))
+    asking = _asking(settings, info, tokenizer, frozenset({*info.stop_ids, tokenizer.eos_token_id} - {None}), today)
     with progress_bar("regenerate", None, "conversations") as bar:
         ServedAnswers(servers, asking, settings, stage.folder, paths, budget, bar, rank).run()
 
 
-def _asking(settings: RegenerateSettings, info: TargetInfo, tokenizer: Any, stop_ids: frozenset[int]) -> Asking:
+def _asking(
+    settings: RegenerateSettings, info: TargetInfo, tokenizer: Any, stop_ids: frozenset[int], today: date | None
+) -> Asking:
     chat = None
     if settings.turns != 1 or (settings.servers and getattr(tokenizer, "chat_template", None)):
-        chat = ChatFormat(tokenizer, template_kwargs=settings.template_kwargs, stop_ids=sorted(stop_ids))
+        chat = ChatFormat(tokenizer, template_kwargs=settings.template_kwargs, stop_ids=sorted(stop_ids), today=today)
     return Asking(tokenizer, chat, settings.turns, settings.max_new_tokens, info.max_positions, stop_ids)
 
 

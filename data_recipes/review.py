@@ -14,11 +14,10 @@ from rich.text import Text
 
 from ..errors import DraftsmithError
 from .candidates import Mixture
-from .chat import ChatFormat
 from .layout import PromptRow, TargetInfo
 from .prepare import PrepareSettings, chunks, merged, record
 from .recipe import Recipe
-from .rows import Counts, render
+from .rows import Before, Counts, render
 
 _KINDS = ("malformed", "left_out", "changed")
 SUPERVISED, CONTEXT = "green", "dim"
@@ -37,17 +36,17 @@ class Reader:
     tokenizer: Any
 
 
-def report(recipe: Recipe, settings: PrepareSettings, reader: Reader | None = None) -> dict[str, Any]:
+def report(recipe: Recipe, settings: PrepareSettings, reader: Reader) -> dict[str, Any]:
     """Read all of a recipe and count what would become of its records; nothing is written.
 
     Args:
         recipe: which sources; `recipe.recipe_of_source` makes one of a single source.
         settings: as the stage takes them.
-        reader: whose chat template the conversations are rendered with; None stops before that.
+        reader: whose chat template the conversations are rendered with.
 
     Returns:
-        The counts as in the stage's manifest, and: recipe, rendered (whether they were), stops (by source, what the
-        stage would stop with: too much of it is malformed).
+        The counts as in the stage's manifest, and: recipe, stops (by source, what the stage would stop with: too much
+        of it is malformed).
 
     Raises:
         DraftsmithError: a source can't be read at all.
@@ -63,7 +62,7 @@ def report(recipe: Recipe, settings: PrepareSettings, reader: Reader | None = No
             census.check(mixture.specs[name].source, settings.malformed_cap)
         except DraftsmithError as error:
             stops[name] = str(error)
-    return {"recipe": recipe.name, "rendered": reader is not None, "stops": stops, **record(counts, censuses)}
+    return {"recipe": recipe.name, "stops": stops, **record(counts, censuses)}
 
 
 def print_report(found: dict[str, Any], console: Console) -> None:
@@ -83,8 +82,6 @@ def print_report(found: dict[str, Any], console: Console) -> None:
         console.print(Text(f"The stage would stop: {message}"))
     if not found["stops"]:
         console.print("The stage would run through.")
-    if not found["rendered"]:
-        console.print("No chat template has seen the conversations yet; name a model for that.")
 
 
 def show(recipe: Recipe, settings: PrepareSettings, reader: Reader, count: int, console: Console) -> None:
@@ -132,18 +129,11 @@ def coloured(tokens: list[int], spans: list[list[int]], tokenizer: Any) -> Text:
     return text
 
 
-def _rendered(
-    mixture: Mixture, settings: PrepareSettings, reader: Reader | None
-) -> Iterator[tuple[list[PromptRow], Counts]]:
-    """Rows and counts by chunk; without a reader no rows, and all candidates are kept."""
-    chat: ChatFormat | None = settings.chat(reader.info, reader.tokenizer) if reader else None
+def _rendered(mixture: Mixture, settings: PrepareSettings, reader: Reader) -> Iterator[tuple[list[PromptRow], Counts]]:
+    """Rows and counts by chunk."""
+    chat = settings.chat(reader.info, reader.tokenizer)
+    before = Before()
     for chunk in chunks(mixture.candidates(mixture.commits(), cap=None), settings.chunk):
-        if chat is not None and reader is not None:
-            yield render(chunk, chat, settings.limits(reader.info))
-            continue
-        counts = Counts()
-        for candidate in chunk:
-            counts.census(candidate.source).keep()
-            for reason in candidate.conversation.changes:
-                counts.census(candidate.source).change(candidate.where, reason)
-        yield [], counts
+        rows, counts = render(chunk, chat, settings.limits(reader.info), before)
+        before = Before(before.candidates + len(chunk), before.kept + len(rows))
+        yield rows, counts

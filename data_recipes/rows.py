@@ -27,13 +27,45 @@ class Limits:
         answers: see `Answers`.
         prompt_tokens: longest prompt that the target is asked to answer.
         tokens: documents with their own answers are cut there.
-        val_every: one conversation in so many is held out for validation.
+        val_every: one conversation in so many is held out for validation; see `split_of`.
     """
 
     answers: Answers
     prompt_tokens: int
     tokens: int
     val_every: int
+
+
+@dataclass(frozen=True)
+class Before:
+    """What stands before a chunk.
+
+    Attributes:
+        candidates: conversations in the chunks before it.
+        kept: of these, the ones that came through.
+    """
+
+    candidates: int = 0
+    kept: int = 0
+
+
+def split_of(place: int, kept: int, val_every: int) -> str:
+    """Say what a conversation that is kept is for.
+
+    The one at place p of the stream of candidates, from 0, is for validation where p mod val_every = 1, however the
+    stream is cut into chunks and whichever others are dropped. But of those that are kept the first is always for
+    training and the second for validation, so that any two have one of each kind.
+
+    Args:
+        place: p.
+        kept: conversations before it that are kept.
+        val_every: see `Limits`.
+
+    Returns:
+        "train" or "val".
+    """
+    held_out = kept == 1 if kept < 2 else place % val_every == 1
+    return "val" if held_out else "train"
 
 
 @dataclass
@@ -94,14 +126,16 @@ class Counts:
         return cls(collections.Counter(totals), collections.Counter(values["categories"]), censuses)
 
 
-def render(chunk: Sequence[Candidate], chat: ChatFormat, limits: Limits) -> tuple[list[PromptRow], Counts]:
+def render(
+    chunk: Sequence[Candidate], chat: ChatFormat, limits: Limits, before: Before
+) -> tuple[list[PromptRow], Counts]:
     """Render a chunk.
 
     Args:
         chunk: the conversations; with answers of the target, all have messages.
         chat: the target's format.
-        limits: what rows are held to. Within the chunk the j-th row that is kept is for validation where
-            j mod val_every = 1 mod val_every, so that the smallest data has one of each kind.
+        limits: what rows are held to.
+        before: the chunks before this one; with `limits.val_every` it decides what each row is for (`split_of`).
 
     Returns:
         The rows that are kept, and the counts of what was changed and dropped.
@@ -113,8 +147,10 @@ def render(chunk: Sequence[Candidate], chat: ChatFormat, limits: Limits) -> tupl
         documents = chat.documents(conversations)
     rows: list[PromptRow] = []
     counts = Counts()
-    for candidate, prompt, answered in zip(chunk, prompts, documents, strict=True):
-        split = "val" if len(rows) % limits.val_every == 1 % limits.val_every else "train"
+    for place, (candidate, prompt, answered) in enumerate(
+        zip(chunk, prompts, documents, strict=True), before.candidates
+    ):
+        split = split_of(place, before.kept + len(rows), limits.val_every)
         try:
             row, changes = _row(candidate, split, prompt, answered, limits)
         except Malformed as reason:

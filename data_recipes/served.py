@@ -34,7 +34,7 @@ _OPEN_CHUNKS = 64
 _FINISH = {"stop": "eos", "length": "length"}
 
 Entry = dict[str, Any]
-"""A line of the journal: {"id", "turn", "tokens", "finish"}."""
+"""A line of the journal: {"id", "turn", "tokens", "finish", "seconds": of work since the last chunk was written}."""
 
 
 class AnswerJournal:
@@ -42,6 +42,7 @@ class AnswerJournal:
 
     Attributes:
         found: entries of all ranks by id and turn; whoever uses one takes it out.
+        seconds: that this rank's earlier calls spent on chunks that are not there yet.
 
     Args:
         folder: of the stage.
@@ -52,8 +53,9 @@ class AnswerJournal:
         self.path = folder / f"journal-{rank}.jsonl"
         entries = {path: _read(path) for path in journals(folder)}
         self.found = {(entry["id"], entry["turn"]): entry for found in entries.values() for entry in found}
+        self.seconds = max((entry["seconds"] for entry in entries.get(self.path, [])), default=0.0)
         self._file: TextIO | None = None
-        self.keep([])  # without a torn last line
+        self.keep([], self.seconds)  # without a torn last line
 
     def add(self, entry: Entry) -> None:
         """Write an entry; it outlives this process when this returns."""
@@ -63,10 +65,10 @@ class AnswerJournal:
             self._file.write(_line(entry))
             self._file.flush()
 
-    def keep(self, entries: Iterable[Entry]) -> None:
-        """Forget all entries but these and those that nobody has asked for yet."""
+    def keep(self, entries: Iterable[Entry], seconds: float = 0.0) -> None:
+        """Forget all entries but these and those that nobody has asked for yet; `seconds` are not in a chunk yet."""
         self.close()
-        lines = (_line(entry) for entry in [*entries, *self.found.values()])
+        lines = (_line({**entry, "seconds": seconds}) for entry in [*entries, *self.found.values()])
         with atomic_path(self.path) as temporary, open(temporary, "w", encoding="utf-8") as f:
             f.writelines(lines)
 
@@ -141,7 +143,8 @@ class ServedAnswers:
         self._open: collections.deque[_Chunk] = collections.deque()
         self._asked: dict[tuple[str, int], tuple[_Chunk, Dialogue]] = {}
         self._begun = self._left_out = self._tokens = 0
-        self._started = self._written = time.monotonic()
+        self._started = time.monotonic()
+        self._written = self._started - self.journal.seconds
         self._retries, self._failures = 0, collections.Counter[str]()
 
     def run(self) -> None:
@@ -161,7 +164,7 @@ class ServedAnswers:
         while self._waiting and len(self._open) < _OPEN_CHUNKS:
             rows, skipped = asked_rows(self._waiting[0])
             under_way = sum(d.prompt is not None for chunk in self._open for d in chunk.dialogues)
-            if not self.budget.room_for(under_way + len(rows)):
+            if (self._begun and self.budget.is_spent) or not self.budget.room_for(under_way + len(rows)):
                 self._waiting.clear()
                 break
             chunk = _Chunk(self._waiting.popleft(), [self.asking.begin(row) for row in rows], skipped)
@@ -200,7 +203,9 @@ class ServedAnswers:
             self._leave_out(chunk, dialogue, outcome.reason)
         else:
             tokens = self._tokens_of(outcome)
-            entry = {"id": key[0], "turn": key[1], "tokens": tokens, "finish": _FINISH[outcome.finish]}
+            seconds = round(time.monotonic() - self._written, 3)
+            entry = {"id": key[0], "turn": key[1], "tokens": tokens, "finish": _FINISH[outcome.finish],
+                     "seconds": seconds}  # fmt: skip
             self.journal.add(entry)
             self._take(chunk, dialogue, entry)
             self._tokens += len(tokens)

@@ -26,6 +26,9 @@ _WRONG = {
 }
 _AGAIN = (408, 425, 429)
 _EXCERPT = 200
+_PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+          "frequency_penalty": 0.0}  # fmt: skip
+"""The target's own law: servers fill what is missing from the model's generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,7 @@ class Servers:
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
             "seed": question.seed,
+            **_PLAIN,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "return_token_ids": True,

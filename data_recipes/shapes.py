@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .conversation import Conversation, Malformed, Message
-from .messages import SPEAKERS, read_message, read_messages, read_side, read_tools, turn
+from .messages import SPEAKERS, read_message, read_messages, read_side, read_tools, turn, without_filled
+from .records import TableRow
 
 Json = dict[str, Any]
 
@@ -32,6 +33,8 @@ _ASKED = {  # what holds the question: what may hold its answer, the best first
     "input": ("output",),
 }
 _BESIDE = ("context", "input")  # what the question is about, behind it
+_WHOLE = ("prompt", *_BESIDE)  # what nothing is put behind
+FILLED = "empty keys of table columns removed"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ def parse_record(record: Any) -> Conversation:
         return Conversation(messages=read_messages(record))
     if not isinstance(record, dict):
         raise Malformed(f"a {type(record).__name__} instead of a conversation")
+    own = without_filled(record) if isinstance(record, TableRow) else record
+    filled = () if own is record else (FILLED,)
+    record = own
     shape = next((shape for shape in SHAPES if shape.fits(record)), None)
     if shape is None:
         found = ", ".join(sorted(repr(str(key)[:20]) for key in record)[:5])
@@ -74,7 +80,10 @@ def parse_record(record: Any) -> Conversation:
         conversation.messages[0]["media"] = True
     category = record.get("category") or record.get("class")
     return replace(
-        conversation, tools=read_tools(record), category=category.strip() or None if isinstance(category, str) else None
+        conversation,
+        tools=read_tools(record),
+        category=category.strip() or None if isinstance(category, str) else None,
+        changes=(*filled, *conversation.changes),
     )
 
 
@@ -163,23 +172,24 @@ def _alternating(record: Json) -> Conversation:
 
 def _user_turns(record: Json) -> Conversation:
     turns = record["turns"]
-    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+    if turns and isinstance(turns[0], dict):
         return Conversation(messages=read_messages(turns))
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+    if not turns or not isinstance(turns[0], str):
         raise Malformed("'turns' is not a list with a first turn")
     later = ("user turns without answers left aside after the first",) if len(turns) > 1 else ()
     return Conversation(messages=[turn("user", turns[0])], changes=later)
 
 
 def _question_and_answer(record: Json) -> Conversation:
-    asked = next(key for key in _ASKED if record.get(key) is not None)
+    asked = _asked(record)
+    assert asked is not None
     messages = _question(record, asked)
     instances = record.get("instances")  # Self-Instruct: one task, several inputs with their outputs
     instances = instances if isinstance(instances, list) else []
     if instances and isinstance(instances[0], dict):
         record = instances[0]
         messages = _with_context(messages, record)
-    answer = next((key for key in _ASKED[asked] if key in record), None)
+    answer = next((key for key in _ASKED[asked] if record.get(key) is not None), None)
     if answer is not None:
         messages += read_side(record[answer], "assistant", answer)
     later = ("instances of the task left aside after the first",) if len(instances) > 1 else ()
@@ -187,12 +197,14 @@ def _question_and_answer(record: Json) -> Conversation:
 
 
 def _asked(record: Json) -> str | None:
+    if record.get("instruction") is not None and record.get("output") is not None:
+        return "instruction"  # a prompt beside them is what Alpaca makes of them, some with the answer in it
     return next((key for key in _ASKED if record.get(key) is not None), None)
 
 
 def _question(record: Json, asked: str) -> list[Message]:
     messages = read_side(record[asked], "user", asked)
-    if asked not in _BESIDE:
+    if asked not in _WHOLE:
         messages = _with_context(messages, record)
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -229,9 +241,9 @@ SHAPES = (
     Shape("messages, conversations, conversation", lambda r: _chat_list(r) is not None, _chat),
     Shape("chosen", lambda r: r.get("chosen") is not None, _preferred),
     Shape("prompt with replies", lambda r: isinstance(r.get("prompt"), dict), _tree),
-    Shape("data", lambda r: isinstance(r.get("data"), str | list), _alternating),
-    Shape("turns", lambda r: r.get("turns") is not None, _user_turns),
     Shape(", ".join(_ASKED), lambda r: _asked(r) is not None, _question_and_answer),
+    Shape("turns", lambda r: isinstance(r.get("turns"), list), _user_turns),
+    Shape("data", lambda r: isinstance(r.get("data"), str | list), _alternating),
     Shape("text with code", lambda r: isinstance(r.get("text"), str) and "code" in r, _text_and_code),
     Shape("text", lambda r: isinstance(r.get("text"), str), _plain_text),
 )

@@ -17,7 +17,7 @@ from ..errors import DraftsmithError
 from ..files import sha256_file, sha256_json
 from ..heads.resolve import _hub_answers
 from .builtin import builtin_prompts
-from .records import SUFFIXES, Record, read_records, record_files
+from .records import SUFFIXES, Record, TableRow, read_records, record_files
 
 BUILTIN, HUB = "builtin", "hf:"
 _WINDOW = 10_000
@@ -178,7 +178,7 @@ class HubDataset:
 
             rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=commit, streaming=True)
             for number, row in enumerate(rows):
-                yield f"{self.name}:{number}", row
+                yield f"{self.name}:{number}", TableRow(row)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

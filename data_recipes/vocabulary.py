@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..heads.vocab import DraftVocab, build_vocab, coverage
+from .layout import TargetInfo
 from .store import FeatureStore
 
 _SCRIPTS = {
@@ -34,12 +35,20 @@ def choose_vocab(store: FeatureStore, size: int, always: Sequence[int]) -> tuple
     Args:
         store: the collected documents.
         size: draft vocabulary size; clipped to the target's.
-        always: ids that are in whatever their count: the target's end-of-turn tokens.
+        always: ids that are in whatever their count: `end_tokens`.
 
     Returns:
         The vocabulary and its coverage of the counted labels, 0..1.
     """
     return build_vocab(store.label_counts("train").sum(0), size, list(always))
+
+
+def end_tokens(info: TargetInfo, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer, by the tokenizer, the model's config or its generation config.
+
+    They are in every draft vocabulary: a head must be able to propose the end.
+    """
+    return sorted({*info.stop_ids, tokenizer.eos_token_id} - {None})
 
 
 def coverage_table(store: FeatureStore, vocab: DraftVocab, tokenizer: Any) -> dict[str, Any]:

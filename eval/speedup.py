@@ -14,21 +14,27 @@ a draft step that takes 1/r of the target's pass makes the step 1 + K/r passes l
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..errors import DraftsmithError
 from ..heads.shapes import TargetShapes
 
+if TYPE_CHECKING:
+    import torch
+
 HERE = "here"
-"""Name of the hardware that is measured on this machine instead of looked up."""
+"""Name of the hardware that this machine has."""
 WEIGHTS, KEYS, ARITHMETIC = "reading weights", "reading keys and values", "arithmetic"
 
 
@@ -58,57 +64,70 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name: str | None) -> Hardware:
-    """Look a device up; None takes the GPU that is there, else measures this machine as `HERE` does.
+    """Look a device up; None and `HERE` take what this machine has: its GPU, else its CPU.
+
+    A GPU that `configs/hardware.yaml` lists has the figures from there, with the memory that it really has; any other
+    device is measured.
 
     Raises:
-        DraftsmithError: an unknown name, or a GPU that isn't listed.
+        DraftsmithError: an unknown name.
     """
-    if name == HERE:
+    if name is None or name == HERE:
         return measure_here()
-    if name is None:
-        return _visible() or measure_here()
     if name not in _table():
         raise DraftsmithError(
-            f"there is no hardware {name!r}: give one of {', '.join(_table())}, or {HERE!r} to measure this machine"
+            f"there is no hardware {name!r}: give one of {', '.join(_table())}, or {HERE!r} for this machine's own"
         )
     entry = dict(_table()[name])
     is_gpu = entry.pop("match", None) is not None
     return Hardware(name, **{key: float(value) for key, value in entry.items()}, is_gpu=is_gpu)
 
 
-def _visible() -> Hardware | None:
-    """The listed device that CUDA sees first; None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_name(0)
-    for name, entry in _table().items():
-        if "match" in entry and entry["match"] in found:
-            return load_hardware(name)
-    raise DraftsmithError(f"the GPU {found!r} is not in configs/hardware.yaml: add its figures, or name another one")
+def listed_as(device: str) -> str | None:
+    """The entry of `configs/hardware.yaml` for a device as CUDA calls it; None where there is none."""
+    found = (n for n, entry in _table().items() if "match" in entry and re.search(rf"\b{entry['match']}\b", device))
+    return next(found, None)
 
 
 @functools.cache
 def measure_here() -> Hardware:
-    """Measure this machine's CPU for about a second: fp32 products of 1024, and a sum over 128 MiB."""
-    import os
-
+    """What this machine computes with; measured in about a second where it isn't a listed GPU."""
     import torch
 
-    a, long = torch.ones(1024, 1024), torch.ones(1 << 25)
-    product, total = _best_seconds(lambda: a @ a), _best_seconds(lambda: long.sum())
-    rate = 2 * 1024**3 / product
+    if torch.cuda.is_available():
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+        device = torch.cuda.get_device_name(0)
+        if (listed := listed_as(device)) is not None:
+            return dataclasses.replace(load_hardware(listed), memory=memory)
+        bf16, fp32 = (
+            _products(torch.ones(4096, 4096, dtype=d, device="cuda")) for d in (torch.bfloat16, torch.float32)
+        )
+        return Hardware(device, bf16, fp32, _bandwidth(torch.ones(1 << 28, device="cuda")), memory)
+    rate = _products(torch.ones(1024, 1024))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware(HERE, rate, rate, long.numel() * 4 / total, memory, is_gpu=False)
+    return Hardware(HERE, rate, rate, _bandwidth(torch.ones(1 << 25)), memory, is_gpu=False)
 
 
-def _best_seconds(work: Any) -> float:
-    """Least of the seconds that a call took within half a second."""
+def _products(a: torch.Tensor) -> float:
+    """Operations a second of a @ a."""
+    return 2 * len(a) ** 3 / _best_seconds(lambda: a @ a)
+
+
+def _bandwidth(long: torch.Tensor) -> float:
+    """Bytes a second that a sum reads."""
+    return long.numel() * 4 / _best_seconds(long.sum)
+
+
+def _best_seconds(work: Callable[[], torch.Tensor]) -> float:
+    """Least of the seconds that a call took within half a second, its result included."""
     until, best = time.perf_counter() + 0.5, math.inf
     while time.perf_counter() < until:
         started = time.perf_counter()
-        work()
+        result = work()
+        if result.is_cuda:
+            import torch
+
+            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
     return best
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,14 +101,15 @@ class Target:
             location: folder or hub id.
             revision: hub commit, branch or tag.
             dtype: None chooses by `auto_dtype`.
-            device: None takes CUDA where there is one.
+            device: None takes this process's CUDA device where there is one.
             adapter: PEFT folder of a LoRA adapter that is merged into the weights: the target that a head drafts for
                 which was trained together with it. The fingerprint stays that of the model without it.
 
         Raises:
             DraftsmithError: nothing loadable there, the hub can't be reached, or the adapter is another model's.
         """
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # of the processes that a launcher starts each has its own
+        place = device or (own if torch.cuda.is_available() else "cpu")
         model = load_model(location, revision, dtype or auto_dtype(place))
         tokenizer = load_tokenizer(location, revision)
         if adapter is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 from template_cases import CHATML_TOKENS, SYSTEM, TEMPLATES, TINY, TWO_TURNS, WEATHER, Case, said, tokenizer_of
-from tiny import make_tiny_tokenizer
+from tiny import EOS, make_tiny_tokenizer
 
-from draftsmith.data_recipes.chat import ChatFormat, Documents, render_prompt
+from draftsmith.data_recipes.chat import ChatFormat, Documents, document, render_prompt
 from draftsmith.data_recipes.conversation import Conversation, Malformed
 from draftsmith.errors import DraftsmithError
 
@@ -105,6 +107,35 @@ def test_one_bad_conversation_leaves_the_others():
     assert [len(found.rows[0].spans) for found in (first, last)] == [2, 1]
 
 
+def test_a_bad_row_of_several_takes_no_other_conversations_rows(monkeypatch):
+    case = TINY["old thoughts taken out"]
+    tokenizer = tokenizer_of(case)
+    conversations = [Conversation(messages=m) for m in (case.messages, TWO_TURNS, said(content="Yes"))]
+    chat = chat_format(tokenizer, case)
+    two_rows, *others = chat.documents(conversations)
+    assert len(two_rows.rows) == 2
+    encode = chat._encoder.documents
+    monkeypatch.setattr(chat._encoder, "documents", lambda rows: [Malformed("bad"), *encode(rows)[1:]])
+    bad, *left = chat.documents(conversations)
+    assert str(bad) == "bad"
+    assert left == others
+
+
+def test_templates_are_told_one_date():
+    tokenizer = tokenizer_of(Case("chatml.jinja", []))
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "\n  {% if true %}\n {{ strftime_now('%d %b %Y') }}{% endif %}\n " + plain
+    first, second = (ChatFormat(tokenizer, today=date(year, 2, 3)) for year in (2001, 2002))
+    asked = TWO_TURNS[:1]
+    told = [tokenizer.decode(chat.prompt(asked)) for chat in (first, second, first)]
+    rest = render_prompt(tokenizer, asked)
+    assert [text[:13] for text in told] == ["\n 03 Feb 2001", "\n 03 Feb 2002", "\n 03 Feb 2001"]
+    assert tokenizer.decode(rest) == told[0].replace("03 Feb 2001", date.today().strftime("%d %b %Y"))
+    assert ChatFormat(tokenizer).prompt(asked) == rest
+    [row] = first.documents([Conversation(messages=TWO_TURNS)])[0].rows
+    assert row.tokens[: row.spans[0][0]] == first.prompt(asked)
+
+
 @pytest.mark.parametrize("file", ["wide_header.jinja", "chatml.jinja"])
 def test_a_token_across_the_start_of_an_answer(file):
     """The header's line breaks and the answer's are one token in the row, and two where serving stops between them."""
@@ -187,6 +218,27 @@ def test_answers_that_begin_within_a_word_of_the_row():
     assert row.tokens[:start] == render_prompt(tokenizer, messages[:1])
     assert "".join(tokenizer.convert_ids_to_tokens(row.tokens[start:])) == "yes</s>"
     assert row.spans == [(start, len(row.tokens))]
+
+
+def test_prompt_ends_where_the_assistant_speaks():
+    tokenizer = make_tiny_tokenizer()
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.decode(render_prompt(tokenizer, messages))
+    assert text == f"<|im_start|>system\nBe brief{EOS}\n<|im_start|>user\nHi{EOS}\n<|im_start|>assistant\n"
+
+
+def test_mask_on_eight_tokens():
+    """S S S R0 R1 R2 EOS: the answer is supervised, its end-of-turn token included."""
+    tokens, answer = document([10, 11, 12], [20, 21, 22, 2])
+    assert tokens == [10, 11, 12, 20, 21, 22, 2]
+    assert [int(a) for a in answer] == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_template_that_refuses_says_why():
+    strict = make_tiny_tokenizer()
+    strict.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(Malformed, match="the chat template refuses it: no system"):
+        render_prompt(strict, [{"role": "user", "content": "Hi"}])
 
 
 def test_prompts_are_those_of_serving():

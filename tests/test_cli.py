@@ -217,6 +217,26 @@ def test_recipe_and_data_exclude_each_other(tmp_path):
         resolve("run", {"data": tmp_path / "none.jsonl"}, None, [])
 
 
+def test_looks_print_their_configuration_too(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
+    source = ["prepare", "--source", str(tmp_path / "mine.jsonl")]
+    for look in (["vocab"], ["collect", "--verify"], ["prepare", "--report"], [*source, "--show", "2"]):
+        shown = CliRunner().invoke(cli.app, [*look, "--dry-run", "--runs", str(tmp_path / "runs")])
+        assert shown.exit_code == 0
+        assert yaml.safe_load(shown.stdout)["answers"] == ("dataset" if look[:2] == source[:2] else "auto")
+    assert not (tmp_path / "runs").exists()
+    for more, told in (
+        (["--show", "2", "--json"], "leave --json out"),
+        (["--report", "--data", "x.jsonl"], "--data x.jsonl: look at one"),
+        (["--report", "--recipe", "builtin"], "--recipe builtin: look at one"),
+    ):
+        with pytest.raises(DraftsmithError, match=told):
+            cli.app([*source, *more], standalone_mode=False)
+    for option in ("--answers", "--server", "--mode"):
+        assert CliRunner().invoke(cli.app, ["vocab", "--dry-run", option, "target"]).exit_code == 2
+    assert CliRunner().invoke(cli.app, ["run", "--dry-run", "--mode", "online"]).exit_code == 0
+
+
 def test_hub_models_take_the_hub_recipe():
     assert resolve("run", {"model": "Qwen3-8B"}, None, []).recipe == "sharegpt-ultrachat"
     assert resolve("run", {"model": "some/model"}, None, []).recipe == "sharegpt-ultrachat"

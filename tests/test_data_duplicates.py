@@ -189,6 +189,11 @@ def test_reading_evaluation_prompts(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text('{"turns": ["First question here", "And then?"]}\n{"question": "Second \\ud83d", "answer": "1"}\n')
     assert read_evaluation(path) == ["First question here", "Second ?"]
+    path.write_text('{"text": "Third asked as text"}\n{"prompt": " ?! "}\n{"text": ""}\n')
+    assert read_evaluation(path) == ["Third asked as text"]
+    path.write_text('{"turns": ["First"]}\n{"input_ids": [1, 2], "loss_mask": [0, 1]}\n')
+    with pytest.raises(DraftsmithError, match=r"e\.jsonl:2: nothing is asked: mend the evaluation prompts"):
+        read_evaluation(path)
     path.write_text('{"turns": ["First"]}\n{"nothing": 1}\n')
     with pytest.raises(DraftsmithError, match=r"e\.jsonl:2: .*mend the evaluation prompts"):
         read_evaluation(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import gzip
 import json
 import random
@@ -122,6 +123,16 @@ def test_invalid_unicode_is_found_in_calls_and_tools():
     ):
         with pytest.raises(Malformed, match="not valid Unicode"):
             normalise(conversation, REFUSE)
+
+
+def test_values_that_json_has_not_are_refused():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": b"x"}}}
+    called = [*chat("u:Hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(Malformed, match=r"^tool calls with values that JSON doesn't have$"):
+        normalise(Conversation(messages=called), REFUSE)
+    tools = [{"name": "add", "default": datetime.date(2001, 2, 3)}]
+    with pytest.raises(Malformed, match=r"^tools with values that JSON doesn't have$"):
+        normalise(Conversation(messages=chat("u:Hi"), tools=tools), REFUSE)
 
 
 def test_media_may_be_left_out():

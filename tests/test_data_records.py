@@ -13,7 +13,8 @@ import pytest
 
 from draftsmith.data_recipes import records
 from draftsmith.data_recipes.conversation import Malformed
-from draftsmith.data_recipes.records import read_records, record_files
+from draftsmith.data_recipes.records import TableRow, read_records, record_files
+from draftsmith.data_recipes.shapes import FILLED, parse_record
 from draftsmith.errors import DraftsmithError
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -126,6 +127,32 @@ def test_parquet(tmp_path):
     rows = [{"messages": MESSAGES, "n": i} for i in range(600)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
     assert places(path) == [(f"a.parquet:{i}", row) for i, row in enumerate(rows, 1)]
+
+
+def test_what_columns_put_into_tools_and_calls_goes(tmp_path):
+    """Parquet has one form for all rows: each object gets every key that any row's has."""
+
+    def record(arguments, properties):
+        call = {"name": "f", "arguments": arguments}
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": messages, "tools": [{"name": "f", "parameters": {"properties": properties}}]}
+
+    rows = [record({"a": 1}, {"a": {"type": "n"}}), record({"b": {"c": [2]}}, {"b": {"type": "n", "enum": ["x"]}})]
+    rows += [{"messages": MESSAGES, "tools": None}, record({"a": 1, "b": {"c": []}}, {"a": {"type": "n"}})]
+    rows[3]["tools"] = None
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    filled = [row for _, row in read_records(path, "a")]
+    assert filled[0]["messages"][1]["tool_calls"][0]["arguments"] == {"a": 1, "b": None}
+    read = [parse_record(row) for row in filled]
+    own = [parse_record(row) for row in rows]
+    assert [(c.messages, c.tools) for c in read] == [(c.messages, c.tools) for c in own]
+    assert [c.changes for c in read] == [(FILLED,), (FILLED,), (), ()]
+    as_text = TableRow(record('{"a": null}', {}))
+    assert parse_record(as_text).messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    assert parse_record(as_text).changes == ()
+    in_file = record({"a": None}, {})
+    assert parse_record(in_file).messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
 
 
 def test_folders(tmp_path):

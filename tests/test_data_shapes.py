@@ -128,6 +128,17 @@ MESSAGES = {
             {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c1"},
         ],
     ),
+    **{
+        f"calls, arguments under {key}": (
+            [
+                *HI,
+                {"role": "assistant", "content": "", "tool_calls": [{"name": "add", key: ARGUMENTS, "extra": 1}]},
+                {"role": "tool", "content": "3"},
+            ],
+            CALLED,
+        )
+        for key in ("parameters", "input")
+    },
     "old function_call field": (
         [*HI, {"role": "assistant", "content": None, "function_call": {"name": "now", "arguments": ""}}],
         [
@@ -178,7 +189,16 @@ MESSAGES = {
     "prompt and completion": ({"prompt": "Hi", "completion": "Yo"}, HI_YO),
     "prompt and response": ({"prompt": "Hi", "response": "Yo"}, HI_YO),
     "prompt alone": ({"prompt": "Hi", "canonical_solution": "x"}, HI),
-    "prompt and null": ({"prompt": "Hi", "completion": None}, said("Hi", "")),
+    "prompt and null": ({"prompt": "Hi", "completion": None}, HI),
+    "a null before the answer": ({"question": "Hi", "response": None, "answer": "Yo"}, HI_YO),
+    "Alpaca with its filled-in text": (
+        {"instruction": "Add", "input": "1, 2", "output": "3", "prompt": "Below is ... ### Response:\n3"},
+        said("Add\n\n1, 2", "3"),
+    ),
+    "nothing behind a prompt": ({"prompt": "Hi", "input": "x", "context": "y", "completion": "Yo"}, HI_YO),
+    "data beside question and answer": ({"data": "a,b", "instruction": "Hi", "output": "Yo"}, HI_YO),
+    "turns beside question and answer": ({"turns": ["x"], "question": "Hi", "answer": "Yo"}, HI_YO),
+    "a number of turns": ({"turns": 2, "data": ["Hi", "Yo"]}, HI_YO),
     "prompt of messages": ({"prompt": HI, "completion": HI_YO[1:]}, HI_YO),
     "question and answer": ({"question": "Hi", "answer": "Yo"}, HI_YO),
     "OpenOrca": ({"system_prompt": "S", "question": "Hi", "response": "Yo"}, said("Hi", "Yo", system="S")),
@@ -289,6 +309,9 @@ MALFORMED = {
     "a content part without its text": [{"role": "user", "content": [{"type": "text"}]}],
     "a tool call that is not JSON": [*HI, {"from": "function_call", "value": "{'name': 'add'}"}],
     "a tool call without a name": assistant(tool_calls=[{"function": {"arguments": {}}}]),
+    "a tool call whose arguments are not under arguments, parameters, input": assistant(
+        tool_calls=[{"name": "add", "args": {"a": 1}, "arguments": None}]
+    ),
     "tool call arguments that are not JSON": assistant(tool_calls=[{"name": "add", "arguments": "{'a': 1}"}]),
     "tool call arguments that are not an object": assistant(tool_calls=[{"name": "add", "arguments": "[1]"}]),
     "a tool call that is not the assistant's": [{"role": "user", "content": "Hi", "tool_calls": [CALL]}],

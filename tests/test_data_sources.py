@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from draftsmith.data_recipes import sources
@@ -14,8 +17,11 @@ from draftsmith.data_recipes.recipe import (
     recipe_names,
     recipe_of_source,
 )
+from draftsmith.data_recipes.records import TableRow
 from draftsmith.data_recipes.sources import HubDataset, find_source, shuffled, source_names, unique_names
 from draftsmith.errors import DraftsmithError
+from draftsmith.run import Run
+from draftsmith.run_config import resolve, to_yaml
 
 
 def write_folder(folder):
@@ -145,6 +151,7 @@ def test_hub_datasets_are_streamed_at_a_pinned_commit(monkeypatch):
         "name": "me/Set", "config": "default", "split": "train_sft", "revision": "abc", "streaming": True,
     }  # fmt: skip
     assert HubDataset.parse("hf:me/Set", None, None).split == "train"
+    assert all(isinstance(row, TableRow) for _, row in source.records(0, "abc"))
 
 
 def test_unreachable_hub_is_one_line(monkeypatch):
@@ -193,6 +200,7 @@ def test_named_recipes():
             r"tour\.heads: .*at least 1",
         ),
         ("- builtin", "a mapping"),
+        ("sources: [{source: builtin}]\n1: 2", r"r\.yaml: 1: Keys should be strings"),
         ("sources: [", "not valid YAML"),
     ],
 )
@@ -211,6 +219,47 @@ def test_recipe_of_own_data(tmp_path):
     assert recipe.sources[0].source == str(file)
     with pytest.raises(DraftsmithError, match=r"none\.jsonl does not exist"):
         recipe_from_path(tmp_path / "none.jsonl")
+
+
+def test_data_may_be_any_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data, label in (("gsm8k", "gsm8k"), ("hf:me/Set:main", "Set"), ("hf:me/../..", "data"), ("builtin", "builtin")):
+        config = resolve("run", {"data": data}, None, [])
+        assert re.fullmatch(rf"{label}-[0-9a-f]{{8}}", config.recipe)
+        assert recipe_from_path(config.data).sources[0].source == data
+    (tmp_path / "gsm8k").mkdir()  # what lies there goes before a name
+    assert recipe_from_path(Path("gsm8k")).sources[0].source == str(tmp_path / "gsm8k")
+    with pytest.raises(DraftsmithError, match=r"takes a file .* hf:<dataset>.* gsm8k"):
+        resolve("run", {"data": "gsmk8"}, None, [])
+
+
+def test_an_own_recipe_is_a_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
+    file = tmp_path / "ours.yaml"
+    file.write_text("name: ../../elsewhere\nsources: [{source: mine.jsonl}, {source: gsm8k}]\n"
+                    "filters: {keep_out: [./bench.jsonl]}\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    config = resolve("run", {"recipe": "./ours.yaml"}, None, [])
+    assert config.recipe == str(file)
+    found = load_recipe(config.recipe)
+    assert re.fullmatch(r"ours-[0-9a-f]{8}", found.name)
+    assert [spec.source for spec in found.sources] == [str(tmp_path / "mine.jsonl"), "gsm8k"]
+    assert found.filters.keep_out == [str(tmp_path / "bench.jsonl")]
+    assert Run(config, writes=False).data.name == found.name
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir("/")
+    again = resolve("run", {}, tmp_path / "c.yaml", [])
+    assert again == config
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "other words"}\n')
+    changed = resolve("run", {}, tmp_path / "c.yaml", [])
+    assert changed.tree() != config.tree()  # so that a finished run of the old files isn't taken for this one
+    assert to_yaml(changed) == to_yaml(config)
+    for name, told in (("none.yaml", "none.yaml can't be read"), ("ours.yaml", r"ours\.yaml: 1: .*keys .*strings")):
+        file.write_text("1: 2\nsources: [{source: builtin}]\n")
+        with pytest.raises(DraftsmithError, match="(?i)" + told):
+            resolve("run", {"recipe": str(tmp_path / name)}, None, [])
+    with pytest.raises(DraftsmithError, match="recipe_state follows from the recipe"):
+        resolve("run", {"recipe_state": "x"}, None, [])
 
 
 def test_recipe_of_one_source():

@@ -190,6 +190,46 @@ def kill_when(config, sign):
     process.communicate()
 
 
+def test_two_processes_that_are_asked_to_stop_save_and_say_how_to_go_on(first, tiny_folder, prompts):
+    """The signal goes to the command alone: it reaches the processes, and the command waits until they have saved."""
+    config, _ = first
+    arguments = ["train", "--model", str(tiny_folder), "--data", str(prompts), "--runs", str(config.runs)]
+    command = [sys.executable, "-m", "draftsmith.cli", *arguments, "--run", "stop", "--gpus", "2", *SMALL]
+    command.append("train.steps=100000")
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 200
+    while not (saved := list(config.runs.glob("*/eagle3@stop/train/checkpoints/step-000002/state.json"))):
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 0, told
+    assert f"to go on: draftsmith train --model {tiny_folder}" in told
+    steps = [int(path.name[5:]) for path in saved[0].parents[1].glob("step-*")]
+    assert f"stopped after step {max(steps)}, which is saved" in told
+    assert not list(saved[0].parents[3].glob("*.left"))
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "left", "expected"),
+    [(1, signal.SIGTERM, True, 0), (1, signal.SIGINT, False, 130), (-15, signal.SIGTERM, False, 143),
+     (0, None, True, 0), (0, None, False, 1), (7, None, False, 7), (-9, None, False, 137)],
+)  # fmt: skip
+def test_how_a_command_ends_whose_processes_did_not_finish(first, tmp_path, monkeypatch, code, asked, left, expected):
+    run = pipeline.Run(first[0])
+
+    def ended(_line, given):
+        if left:
+            Path(given[stages.LEFT_VARIABLE]).touch()
+        return code, asked
+
+    monkeypatch.setattr("draftsmith.train.interrupt.run_passing_signals", ended)
+    with pytest.raises(SystemExit) as stopped:
+        stages._in_processes(run, "train", tmp_path, None)
+    assert stopped.value.code == expected
+
+
 def test_another_way_to_decode_trains_the_head_that_it_names(first, tiny_folder, prompts, monkeypatch):
     config, _ = first
     more = ("head=eagle2", "eval.trees=[dynamic:2x2x4]", "train.steps=4")
@@ -247,12 +287,19 @@ def test_trees_that_can_not_be_read_are_refused_before_any_work(tiny_folder, pro
     assert not list((tmp_path / "runs").glob("*/*"))
 
 
-def test_two_processes_train_through_torchrun(first, tiny_folder, prompts):
+def test_two_processes_share_every_stage(first, tiny_folder, prompts, tmp_path):
+    """What is kept of the states doesn't depend on who computed them; the answers are those of one process."""
     config, _ = first
-    two = configuration(tiny_folder, prompts, config.runs, "gpus=2", "run=two", "train.steps=4", command="train")
-    record = pipeline.COMMANDS["train"](two)["record"]
-    assert record["step"] == 4
-    assert (next(config.runs.glob("*/eagle3@two")) / "train" / "checkpoints" / "best" / "model.safetensors").exists()
+    two = configuration(tiny_folder, prompts, tmp_path / "runs", "train.steps=4")
+    two = two.model_copy(update={"gpus": 2})
+    result = pipeline.run_all(two)
+    assert result["summary"]["output_check"] == "identical"
+    data = next(two.runs.glob("*/data/*"))
+    assert {path.name for path in (data / "answers").glob("times-*.json")} == {"times-0.json", "times-1.json"}
+    alone = next(config.runs.glob("*/data/*"))
+    for path in sorted((alone / "answers").glob("chunk-*.jsonl")):
+        assert (data / "answers" / path.name).read_bytes() == path.read_bytes()
+    assert (next(two.runs.glob("*/eagle3")) / "train" / "checkpoints" / "best" / "model.safetensors").exists()
 
 
 def test_stages_say_what_is_missing(tiny_folder, prompts, tmp_path):
@@ -306,6 +353,35 @@ def test_earlier_answers_count_in_the_budget(first):
 def test_other_machines_wait_for_this_very_configuration(first, tiny_folder, prompts):
     config, _ = first
     run = pipeline.Run(config)
-    assert pipeline._is_ready(run)
+    said = pipeline._said(run)
+    assert said is not None
+    assert (said["answers"], said["online"]) == ("target", False)
+    assert said["shared"] == said["done"] == ["regenerate", "collect"]
     run.config = config.model_copy(update={"minutes": 2.0})
-    assert not pipeline._is_ready(run)
+    assert pipeline._said(run) is None
+
+
+def test_the_second_machine_hears_of_a_failure(tiny_folder, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("not json\n")
+    config = configuration(tiny_folder, empty, tmp_path / "runs")
+    with pytest.raises(DraftsmithError, match="malformed") as first_said:
+        pipeline.run_all(config)
+    with pytest.raises(DraftsmithError, match="machine 0 stopped: ") as second_said:
+        pipeline.run_all(config.model_copy(update={"nnodes": 2, "node_rank": 1, "master": "first"}))
+    assert str(first_said.value) in str(second_said.value)
+
+
+def test_the_second_machine_does_its_share_of_what_the_first_says(first, monkeypatch):
+    config, _ = first
+    shared = config.model_copy(update={"nnodes": 2, "node_rank": 1, "master": "first"})
+    asked = []
+
+    def in_processes(run, command, folder, minutes, seconds=None):
+        asked.append((command, folder.name, minutes))
+        return stages.Stage(folder, {})
+
+    monkeypatch.setattr(stages, "_in_processes", in_processes)
+    pipeline.run_all(shared)
+    minutes = plan_minutes(config.minutes).regenerate
+    assert asked == [("regenerate", "answers", minutes), ("collect", "features", None), ("train", "train", 1.0)]

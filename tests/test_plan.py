@@ -215,6 +215,9 @@ def test_hardware():
         assert found.memory > found.bandwidth / 1000 > 0
     assert not speedup.load_hardware("CPU-2").is_gpu
     assert speedup.load_hardware("H100").bf16 == 989.4e12
+    names = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA GH200 480GB": None, "NVIDIA A10": None,
+             "NVIDIA H100 PCIe": None, "NVIDIA GeForce RTX 4090": "RTX-4090"}  # fmt: skip
+    assert {name: speedup.listed_as(name) for name in names} == names
     here = speedup.load_hardware("here")
     assert 1e9 < here.fp32 < 1e14
     assert 1e8 < here.bandwidth < 1e13

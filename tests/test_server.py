@@ -116,6 +116,9 @@ def test_requests_are_exact(healthy):
     for body in bodies:
         assert (body["model"], body["max_tokens"], body["skip_special_tokens"]) == (MODEL, 32, False)
         assert body["return_token_ids"] is True
+        # the model's generation_config.json may say otherwise
+        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+        assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
         assert 0 <= body["seed"] < 2**31
     assert len({body["seed"] for body in bodies}) == len(bodies)
 

@@ -312,6 +312,12 @@ def test_a_file_is_merged_with_the_run(tmp_path: Path) -> None:
     }
 
 
+def test_a_files_auto_stage_is_the_places(tmp_path: Path) -> None:
+    values = {"zero_optimization": {"stage": "auto", "overlap_comm": False}}
+    found = config(deepspeed=write(tmp_path / "ds.json", values))
+    assert found["zero_optimization"] == {"stage": 0, "overlap_comm": False}
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [

@@ -93,6 +93,7 @@ def test_killed_or_terminated_and_resumed_equals_uninterrupted(
     killed = start({**job(store, tiny_folder, tmp_path / "killed", **train), "kill_in_save": 3})
     ended = start({**job(store, tiny_folder, tmp_path / "ended", **train), "terminate_at": 5})
     late = start({**job(store, tiny_folder, tmp_path / "late", **train), "terminate_at": 12})
+    put_off = start({**job(store, tiny_folder, tmp_path / "put_off", **train), "terminate_at": 4, "signal": 2})
     whole = run(store, tiny_folder, tmp_path / "whole", train)
     killed.communicate(timeout=120)
     out, err = ended.communicate(timeout=120)
@@ -102,6 +103,11 @@ def test_killed_or_terminated_and_resumed_equals_uninterrupted(
     stopped = json.loads(out)
     assert not stopped["finished"]
     assert (tmp_path / "ended/checkpoints/step-000005/state.json").exists()
+    _, err = put_off.communicate(timeout=120)
+    assert put_off.returncode == 0, err
+    lines = [json.loads(x) for x in (tmp_path / "put_off/metrics.jsonl").open()]
+    assert {x["kind"] for x in lines} == {"train"}, "the validation of step 4 waits"
+    assert json.loads((tmp_path / "put_off/checkpoints/step-000004/state.json").read_text())["validation_due"]
     out, err = late.communicate(timeout=120)
     assert late.returncode == 0, err
     assert "to go on" not in err, "nothing is left to do"
@@ -112,7 +118,7 @@ def test_killed_or_terminated_and_resumed_equals_uninterrupted(
     names = {p.name for p in (tmp_path / "killed/checkpoints").glob("step*")}
     assert names == {"step-000003", "step-000006"}, "step 9 was being written"
     expected = weights(tmp_path / "whole", 12)
-    for name in ("killed", "ended", "late"):
+    for name in ("killed", "ended", "late", "put_off"):
         result = run(store, tiny_folder, tmp_path / name, train)
         assert result["finished"]
         assert result["best_tau_walk"] == whole["best_tau_walk"]
@@ -122,6 +128,8 @@ def test_killed_or_terminated_and_resumed_equals_uninterrupted(
         assert all(torch.equal(found[n], expected[n]) for n in expected), name
         steps = [json.loads(x)["step"] for x in (tmp_path / name / "metrics.jsonl").open()]
         assert steps == sorted(steps), "steps never go backwards"
+        kinds = [json.loads(x)["kind"] for x in (tmp_path / name / "metrics.jsonl").open()]
+        assert kinds.count("validation") == 3, name
         assert not list((tmp_path / name / "checkpoints").glob("step-000003")), "only the newest two are kept"
     first = load_file(tmp_path / "whole/checkpoints/best/model.safetensors")
     second = load_file(tmp_path / "killed/checkpoints/best/model.safetensors")
@@ -148,17 +156,83 @@ def test_steps_that_are_not_finite_are_named_and_capped(
 
     def poisoned(opened: Any, indices: Any, max_length: int) -> Any:
         batch = original(opened, indices, max_length)
-        if 3 in indices:
+        if bad & set(indices):
             batch.features[:2] = float("nan")
         return batch
 
     monkeypatch.setattr(batches, "make_batch", poisoned)
-    result = run(store, tiny_folder, tmp_path / "some", {"epochs": 2})
-    assert result["skipped"] == 2
+    bad = {3}
+    result = run(store, tiny_folder, tmp_path / "some", {"epochs": 5})
+    assert result["skipped"] == 5, "one document, once an epoch, is no reason to stop"
     assert "doc-003" in capsys.readouterr().err
     assert all(bool(torch.isfinite(w).all()) for w in weights(tmp_path / "some", result["step"]).values())
-    with pytest.raises(DraftsmithError, match=r"doc-003.*4 steps were left out"):
+    bad = set(range(20))
+    with pytest.raises(DraftsmithError, match=r"steps of 4 different documents were left out, more than 3"):
         run(store, tiny_folder, tmp_path / "many", {"epochs": 6})
+
+
+def test_what_is_left_out_is_counted_by_cause() -> None:
+    from draftsmith.train.checkpoint import RunState
+    from draftsmith.train.faults import note_left_out
+
+    state = RunState()
+    for names in (["a", "b"], ["c", "a"], ["a", "d"]):
+        assert "1 of at most 3" in note_left_out(state, names, 1)
+    assert state.suspects == [["a"]]
+    assert "2 of at most 3" in note_left_out(state, ["b", "c"], 1), "neither has been the cause before"
+    with pytest.raises(DraftsmithError, match="4 steps in a row were left out"):
+        note_left_out(state, ["a"], 4)
+
+
+def test_documents_of_good_batches_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from draftsmith.train.fit import Trainer
+
+    names = {0: "good", 1: "other", 7: "elsewhere"}
+    said: list[list[str]] = []
+    monkeypatch.setattr("draftsmith.train.fit.note_left_out", lambda _, found, __: said.append(list(found)) or "")
+    good, other = SimpleNamespace(documents=[0]), SimpleNamespace(documents=[1])
+    for of_others, bad in ((["elsewhere"], []), ([], []), ([], [other])):
+        trainer: Any = SimpleNamespace(
+            store=SimpleNamespace(ids=names), state=None, left_out_in_a_row=1,
+            ranks=SimpleNamespace(gather=lambda mine, more=of_others: [*mine, *more], is_main=False),
+        )  # fmt: skip
+        trainer._ids = lambda items, t=trainer: Trainer._ids(t, items)
+        Trainer._left_out(trainer, bad, [good, other])
+    assert said == [["elsewhere"], ["good", "other"], ["other"]]
+
+
+def test_another_number_of_processes_trains_as_much(store: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    """Accumulation changes the batches of a step as a number of processes does."""
+    from draftsmith.train.batches import plans_of
+    from draftsmith.train.checkpoint import RunState
+    from draftsmith.train.length import fit_length
+
+    settings, opened, _, _ = make_fit(store, tiny_folder, recipe(epochs=4))
+    plan = plans_of(opened, settings)[0]
+    batches = sum(len(plan.epoch(e)) for e in range(4))
+
+    def resumed(change: dict[str, Any], step: int, total: int, timed: bool = False) -> tuple[int | None, str | None]:
+        epoch, index = plan.advance((0, 0), 2 * step)
+        state = RunState(step=step, epoch=epoch, index=index, total_steps=total, batches_per_step=2)
+        news = fit_length(state, plan, settings.model_copy(update=change), 1, timed)
+        assert state.batches_per_step == 1
+        return state.total_steps, news
+
+    total = -(-batches // 2)
+    found, news = resumed({}, 5, total)
+    assert found == 5 + batches - 10
+    assert news is not None
+    assert f"{found} steps in all instead of {total}" in news
+    tokens = {"epochs": None, "tokens": 600}
+    assert resumed(tokens, 2, plan.steps_for(600, 2))[0] == 2 + plan.steps_for(600, 1) - 4
+    assert resumed({"epochs": None, "minutes": 3.0}, 4, 10, timed=True)[0] == 16, "12 batches were left"
+    assert resumed({"epochs": None, "steps": 10}, 4, 10) == (
+        10, "a step has 1 batches now (processes x train.accumulation), not 2; the run keeps its 10 steps, as "
+        "train.steps says",
+    )  # fmt: skip
+    assert resumed({}, 9, 9) == (9, None), "it was at its end"
 
 
 def test_other_heads_checkpoint_is_refused(store: Path, tiny_folder: Path, tmp_path: Path, quiet: None) -> None:

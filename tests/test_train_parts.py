@@ -259,6 +259,11 @@ def test_checkpoint_round_trip_and_damage(made: tuple[Any, ...], tmp_path: Path)
     for step in (4, 6, 8):
         folder = save_checkpoint(tmp_path, head, optimizer.named_state(), dataclasses.replace(state, step=step))
     assert [p.name for p in step_folders(tmp_path)] == ["step-000006", "step-000008"]
+    for step in (999_999, 1_000_000):
+        last = save_checkpoint(tmp_path, head, optimizer.named_state(), dataclasses.replace(state, step=step))
+    assert [p.name for p in step_folders(tmp_path)] == ["step-999999", "step-1000000"]
+    assert load_checkpoint(last, head, optimizer).step == 1_000_000
+    folder = save_checkpoint(tmp_path / "again", head, optimizer.named_state(), state)
     other = MuonAdamW(head.named_parameters(), lr_matrix=0.1, lr_other=0.1)
     assert load_checkpoint(folder, head, other) == state
     assert (other.updates, other.adapter_updates) == (7, 3)
@@ -296,18 +301,31 @@ def test_metrics_lines_of_steps_to_be_taken_again_are_dropped(tmp_path: Path) ->
 # --- launch and imports --------------------------------------------------------------------------------------------
 
 
-def test_torchrun_commands() -> None:
-    from draftsmith.train.launch import torchrun_command
+def test_what_checkpointing_needs_and_which_head_has_it(made: tuple[Any, ...]) -> None:
+    from types import SimpleNamespace
 
-    one = torchrun_command("draftsmith.cli", ["train", "--json"], processes=8)
-    assert one[1:] == ["-m", "torch.distributed.run", "--nproc-per-node", "8", "--standalone",
-                       "-m", "draftsmith.cli", "train", "--json"]  # fmt: skip
-    two = torchrun_command("draftsmith.cli", [], processes=8, nnodes=2, node_rank=1, master="node0:1234")
-    assert two[5:13] == ["--nnodes", "2", "--node-rank", "1", "--master-addr", "node0", "--master-port", "1234"]
-    with pytest.raises(DraftsmithError, match="needs MASTER=host"):
-        torchrun_command("m", [], processes=8, nnodes=2)
-    with pytest.raises(DraftsmithError, match="NODE_RANK=2 must be between 0 and 1"):
-        torchrun_command("m", [], processes=8, nnodes=2, node_rank=2, master="a")
+    from draftsmith.train.estimate import Rows, activation_bytes
+    from draftsmith.train.placement import training_bytes
+    from draftsmith.train.step import set_checkpointing
+
+    head: Any = made[3]
+    plain = activation_bytes(head, Rows(96, 96), 4)
+    needed = training_bytes(head, 8, torch.float32)
+    assert needed == training_bytes(head, head.config.trained_length, torch.float32), (
+        "the longest is a batch of its own"
+    )
+    assert needed > activation_bytes(head, Rows(head.config.trained_length, head.config.trained_length), 4)
+    set_checkpointing(head, True)
+    assert head.checkpointing
+    assert 0 < activation_bytes(head, Rows(96, 96), 4) < plain
+    set_checkpointing(head, False)
+    assert activation_bytes(head, Rows(96, 96), 4) == plain
+    other: Any = SimpleNamespace(config=SimpleNamespace(family="medusa"))
+    set_checkpointing(other, False)
+    with pytest.raises(DraftsmithError, match=r"train\.checkpointing = true with the head family 'medusa'"):
+        set_checkpointing(other, True)
+    settings = made[0]
+    assert settings.model_copy(update={"checkpointing": True, "wandb": True}).identity() == settings.identity()
 
 
 def test_heads_decoder_and_train_step_import_without_the_trainers_libraries() -> None:
@@ -336,3 +354,26 @@ print("fine")
         check=False,
     )
     assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_which_validation_is_the_best() -> None:
+    from draftsmith.train.checkpoint import RunState
+    from draftsmith.train.validate import note
+
+    state = RunState()
+
+    def best(step: int, by: str, **found: float) -> tuple[bool, int]:
+        state.step = step
+        return note(found, state, by), state.below_best
+
+    assert best(1, "tau", tau_walk=9.0) == (False, 0), "not decoded: no candidate"
+    assert best(2, "tau", tau_walk=1.1, tau=1.5) == (True, 0)
+    assert best(3, "tau", tau_walk=9.0, tau=1.4) == (False, 1)
+    assert best(4, "tau", tau_walk=9.0) == (False, 1)
+    assert best(5, "tau", tau_walk=1.1, tau=1.5) == (False, 2), "the earlier one of equals"
+    assert best(6, "tau", tau_walk=1.2, tau=1.5) == (True, 0), "equal taus: by tau_walk"
+    assert (state.best_step, state.best_tau, state.best_tau_walk) == (6, 1.5, 1.2)
+    state = RunState()
+    assert best(1, "tau_walk", tau_walk=1.3) == (True, 0)
+    assert best(2, "tau_walk", tau_walk=1.2, tau=9.0) == (False, 1)
+    assert (state.best_step, state.best_tau, state.best_tau_walk) == (1, None, 1.3)

@@ -150,6 +150,37 @@ def test_the_real_wandb_offline(
     assert list(folder.glob("*.wandb"))
 
 
+def test_what_is_not_finite_is_null(tmp_path: Path, wandb: Any) -> None:
+    seen, _ = wandb
+    tracker = Tracker(tmp_path, 0, wandb=True)
+    tracker.log("validation", 2, {"loss": float("nan"), "accuracy": [0.5, float("inf")], "documents": 3})
+    tracker.close()
+    (line,) = (tmp_path / METRICS).read_text().splitlines()
+    assert json.loads(line) == {"kind": "validation", "step": 2, "loss": None, "accuracy": [0.5, None], "documents": 3}
+    assert seen[0] == (2, {"validation/accuracy_0": 0.5, "validation/documents": 3})
+
+
+@pytest.mark.parametrize(("setting", "given"), [("auto", None), (True, True), (False, False)])
+def test_the_setting_reaches_the_tracker(
+    setting: Any, given: Any, tiny_target: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train_worker import make_fit, make_store, recipe
+
+    from draftsmith.train import fit
+
+    asked = []
+
+    def stop(_folder: Path, _step: int, wandb: Any, _config: Any) -> None:
+        asked.append(wandb)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fit, "Tracker", stop)
+    store = make_store(tiny_target, tmp_path / "features", documents=5, new_tokens=6)
+    with pytest.raises(KeyboardInterrupt):
+        fit.fit(*make_fit(store, tiny_folder, recipe(steps=1, wandb=setting)), tmp_path / "run")
+    assert asked == [given]
+
+
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from draftsmith.heads.target import Target
 from draftsmith.train.checkpoint import RunState
 from draftsmith.train.decoded import DecodedValidation, held_out_prompts
 from draftsmith.train.step import TrainStep
-from draftsmith.train.validate import note, walk
+from draftsmith.train.validate import walk
 
 DEPTH = 4
 
@@ -81,6 +81,50 @@ def test_figures_and_walk_come_from_one_pass(learned: Any, monkeypatch: pytest.M
     assert [found["walk_tokens"], found["walk_steps"]] == expected
     assert found["tau_walk"] > 1.3, "there is something to walk over"
     assert len(found["expected_acceptance"]) == len(found["acceptance_conditional"]) == DEPTH
+
+
+def test_a_document_that_is_not_finite_is_left_out(learned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftsmith.train import validate as module
+    from draftsmith.train.batches import BatchPlan
+    from draftsmith.train.ranks import Ranks
+
+    step, opened, documents = learned
+    original, alone = module.make_batch, Ranks(0, 1, torch.device("cpu"))
+    bad = documents[1]
+
+    def poisoned(store: Any, indices: Any, max_length: int) -> Any:
+        batch = original(store, indices, max_length)
+        if bad in indices:
+            batch.features[:] = float("inf")
+        return batch
+
+    rest = BatchPlan.over(opened, [i for i in documents if i != bad], 96, 64, seed=0)
+    expected = module.validate(step, opened, rest, DEPTH, alone)
+    monkeypatch.setattr(module, "make_batch", poisoned)
+    found = module.validate(step, opened, BatchPlan.over(opened, documents, 96, 64, seed=0), DEPTH, alone)
+    assert found.pop("left_out") == [opened.ids[bad]]
+    assert expected.pop("left_out") == []
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4), name
+    with pytest.raises(DraftsmithError, match="all 1 held-out documents are not finite"):
+        module.validate(step, opened, BatchPlan.over(opened, [bad], 96, 64, seed=0), DEPTH, alone)
+
+
+def test_each_of_several_objectives_has_a_figure(learned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftsmith.train.batches import BatchPlan
+    from draftsmith.train.ranks import Ranks
+    from draftsmith.train.validate import validate
+
+    step, opened, documents = learned
+    plan = BatchPlan.over(opened, documents[:4], 96, 64, seed=0)
+    alone = Ranks(0, 1, torch.device("cpu"))
+    assert not any(name.startswith("loss_soft") for name in validate(step, opened, plan, DEPTH, alone))
+    monkeypatch.setattr(step.head, "objective", {"soft_ce": 1.0, "tv": 0.5})
+    found = validate(step, opened, plan, DEPTH, alone)
+    assert 0 < found["loss_tv"] < found["loss_soft_ce"]
+    assert found["loss"] == pytest.approx(found["loss_soft_ce"] + 0.5 * found["loss_tv"], rel=1e-5)
+    assert step.head.objective == {"soft_ce": 1.0, "tv": 0.5}
+    assert "feature_loss" not in vars(step.head)
 
 
 # --- what is decoded, and how often -----------------------------------------------------------------------------------
@@ -296,26 +340,6 @@ def test_a_falling_tau_ends_the_run(
     again = fitted(store, tiny_folder, tmp_path, load, **options)
     assert again["finished"], "it stays ended"
     assert (again["step"], again["best_step"], again["stopped_early"]) == (12, 8, True)
-
-
-def test_which_validation_is_the_best() -> None:
-    state = RunState()
-
-    def best(step: int, by: str, **found: float) -> tuple[bool, int]:
-        state.step = step
-        return note(found, state, by), state.below_best
-
-    assert best(1, "tau", tau_walk=9.0) == (False, 0), "not decoded: no candidate"
-    assert best(2, "tau", tau_walk=1.1, tau=1.5) == (True, 0)
-    assert best(3, "tau", tau_walk=9.0, tau=1.4) == (False, 1)
-    assert best(4, "tau", tau_walk=9.0) == (False, 1)
-    assert best(5, "tau", tau_walk=1.1, tau=1.5) == (False, 2), "the earlier one of equals"
-    assert best(6, "tau", tau_walk=1.2, tau=1.5) == (True, 0), "equal taus: by tau_walk"
-    assert (state.best_step, state.best_tau, state.best_tau_walk) == (6, 1.5, 1.2)
-    state = RunState()
-    assert best(1, "tau_walk", tau_walk=1.3) == (True, 0)
-    assert best(2, "tau_walk", tau_walk=1.2, tau=9.0) == (False, 1)
-    assert (state.best_step, state.best_tau, state.best_tau_walk) == (1, None, 1.3)
 
 
 def test_a_target_that_cannot_be_decoded_is_refused_before_training(

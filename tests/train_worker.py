@@ -116,14 +116,14 @@ def main() -> None:
 
 def _last(job: dict[str, Any]) -> None:
     if "terminate_at" in job:
-        _signal_at_step(job["terminate_at"], signal.SIGTERM)
+        _signal_at_step(job["terminate_at"], job.get("signal", signal.SIGTERM))
     if "kill_in_save" in job:
         _kill_in_save(job["kill_in_save"])
     if "rank_one_dies_at" in job:
         _signal_at_step(job["rank_one_dies_at"], signal.SIGKILL, rank=1)
     result = run(Path(job["store"]), Path(job["target"]), Path(job["out"]), job["train"])
     print(json.dumps(result))
-    raise SystemExit(0 if result["finished"] else result["exit_code"])
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

@@ -93,12 +93,16 @@ class BatchPlan:
             epoch, index = epoch + 1, index - size
         return epoch, index
 
-    def steps_in(self, epochs: int, batches_per_step: int) -> int:
-        """Optimizer steps that see every document at least `epochs` times."""
-        return math.ceil(sum(len(self.epoch(e)) for e in range(epochs)) / batches_per_step)
+    def batches_before(self, position: Position) -> int:
+        """Number of batches before a position."""
+        return sum(len(self.epoch(e)) for e in range(position[0])) + position[1]
 
-    def steps_for(self, tokens: int, batches_per_step: int) -> int:
-        """Optimizer steps that see at least `tokens` tokens."""
+    def steps_in(self, epochs: int, batches_per_step: int, done: int = 0) -> int:
+        """Optimizer steps that, after `done` batches, complete `epochs` epochs."""
+        return math.ceil(max(0, self.batches_before((epochs, 0)) - done) / batches_per_step)
+
+    def steps_for(self, tokens: int, batches_per_step: int, done: int = 0) -> int:
+        """Optimizer steps that, after `done` batches, complete at least `tokens` tokens."""
         length = dict(zip(self.documents, self.lengths, strict=True))
         batches = 0
         for _, documents in self.from_position((0, 0)):
@@ -106,7 +110,7 @@ class BatchPlan:
                 break
             tokens -= sum(length[i] for i in documents)
             batches += 1
-        return math.ceil(batches / batches_per_step)
+        return math.ceil(max(0, batches - done) / batches_per_step)
 
 
 def plans_of(store: FeatureStore, settings: TrainSettings) -> tuple[BatchPlan, BatchPlan, dict[str, int]]:

@@ -9,9 +9,10 @@ Where the target is trained, too, each has the folder adapter/ in PEFT's form, a
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .optimizer import MuonAdamW
 KEEP = 2
 OPTIMIZER, STATE, VALIDATION = "optimizer.safetensors", "state.json", "validation.json"
 _HEADER_ROOM = 1 << 20
+_STEP = re.compile(r"step-(\d+)")
 _ADAPTER_KEY = "adapter_sha256"  # of a TunedConfig: known only when a checkpoint is written
 
 
@@ -34,32 +36,38 @@ _ADAPTER_KEY = "adapter_sha256"  # of a TunedConfig: known only when a checkpoin
 class RunState:
     """Where a run stands; with the tensors, all that the next step depends on.
 
-    Random numbers are drawn from (seed, step, rank), so no generator state is kept.
+    Random numbers are drawn from (seed, epoch, index) of a batch, so no generator state is kept.
 
     Attributes:
         step: optimizer steps taken, left-out ones included.
         epoch, index: position of the next batch in the plan.
         total_steps: length of the run; None while the pilot of a time-limited run measures it.
+        batches_per_step: ranks x accumulation, that the length was counted with; 0 before the first step.
         updates: steps that changed the weights; adapter_updates: those that changed the target's adapter, too.
-        skipped: steps left out because something wasn't finite.
+        skipped: steps left out because something wasn't finite; suspects: by cause, the documents that all of its steps
+            have in common.
         tokens: rows seen. seconds: spent, over all restarts.
         best_step, best_tau_walk, best_tau: of the best validation so far; best_tau is None where none is decoded.
         below_best: validations since then that could have been better.
+        validation_due: the validation after this step was put off, as the run was asked to stop.
     """
 
     step: int = 0
     epoch: int = 0
     index: int = 0
     total_steps: int | None = None
+    batches_per_step: int = 0
     updates: int = 0
     adapter_updates: int = 0
     skipped: int = 0
+    suspects: list[list[str]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
     best_step: int | None = None
     best_tau_walk: float | None = None
     best_tau: float | None = None
     below_best: int = 0
+    validation_due: bool = False
 
 
 def save_checkpoint(
@@ -101,8 +109,9 @@ def _save(head: DraftHead, adapter: Adapter | None, folder: Path) -> None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Complete step checkpoints, oldest first."""
-    return sorted(p for p in root.glob("step-*") if (p / STATE).is_file())
+    """Complete step checkpoints, oldest first: by number, a name has seven digits from step 1,000,000 on."""
+    found = {int(m[1]): p for p in root.glob("step-*") if (m := _STEP.fullmatch(p.name)) and (p / STATE).is_file()}
+    return [found[step] for step in sorted(found)]
 
 
 def load_checkpoint(folder: Path, head: DraftHead, optimizer: MuonAdamW, adapter: Adapter | None = None) -> RunState:

@@ -57,11 +57,12 @@ def engine_config(settings: TrainSettings, ranks: Ranks) -> dict[str, Any]:
     Raises:
         DraftsmithError: no such preset or file, or one that says something else than the run.
     """
-    name = settings.deepspeed
-    if name == "auto":
-        nodes = len(set(ranks.gather([socket.gethostname()])))
-        name = preset_for(ranks.device.type == "cuda", ranks.world, nodes)
-    given, source = _read(name)
+    nodes = len(set(ranks.gather([socket.gethostname()])))
+    preset = preset_for(ranks.device.type == "cuda", ranks.world, nodes)
+    given, source = _read(preset if settings.deepspeed == "auto" else settings.deepspeed)
+    if _look_up(given, "zero_optimization.stage") == "auto":
+        stage = _look_up(_read(preset)[0], "zero_optimization.stage")
+        given = {**given, "zero_optimization": {**given["zero_optimization"], "stage": stage}}
     own = _own_values(settings, ranks.world)
     _check(given, own, source)
     stage = _look_up(given, "zero_optimization.stage")

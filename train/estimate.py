@@ -38,11 +38,13 @@ def activation_bytes(head: DraftHead, rows: Rows, size: int) -> float:
     """Bytes that all unrolled steps keep until the backward pass, gradients of the output rows among them.
 
     Args:
-        head: any family's; it may lie on the meta device.
+        head: any family's, with `checkpointing` as it is trained; it may lie on the meta device.
         size: bytes of a number: 4 in fp32, 2 under bf16 autocast.
     """
     config = head.config
     kept = _KEPT[config.family](config, rows, size)
+    if getattr(head, "checkpointing", False):
+        kept = _checkpointed(config, rows, size, kept)
     outputs = sum(p.numel() for name, p in head.named_parameters() if name.startswith("lm_head"))
     return kept + outputs * 4  # their gradient is summed over the steps in the forward pass, in fp32
 
@@ -67,6 +69,13 @@ def _recurrent(config: LayerConfig, rows: Rows, size: int) -> float:
     others = (rows.total - rows.supervised) * 5 * h  # rows of step 0 that give keys alone
     entry = rows.total * (max(aux, 1) * h + 4 * kv)
     return config.steps * rows.supervised * each + (others + entry) * size
+
+
+def _checkpointed(config: Any, rows: Rows, size: int, kept: float) -> float:
+    """The same where each step is computed again: what goes from step to step, and one step as a whole."""
+    between = 2 * config.hidden_size + 2 * config.num_key_value_heads * config.head_dim
+    stored = (config.steps * rows.supervised * between + rows.total * config.hidden_size) * size
+    return min(kept, stored + kept / config.steps)
 
 
 def _hydra(config: HydraConfig, rows: Rows, size: int) -> float:
@@ -148,6 +157,18 @@ class TrainMemory:
         return self.parts + self.target + held + step
 
 
+def loss_bytes(head: DraftHead, rows: Rows, size: int) -> tuple[float, float]:
+    """A loss chunk's bytes: the teacher's probabilities; the draft's logits and the scores of one tile of attention."""
+    config = head.config
+    chunk = min(rows.supervised, rows_per_chunk(config.draft_vocab_size))
+    scores = 0
+    if isinstance(config, LayerConfig):
+        tile = TILE_SIZES["cuda" if size < 4 else "cpu"]
+        scores = config.num_attention_heads * min(tile.rows, rows.supervised) * min(tile.keys, rows.total)
+    logits = 4.0 * chunk * config.draft_vocab_size
+    return 0.0 if head.hard_labels else logits, 4 * logits + 3.0 * scores * 4
+
+
 def train_memory(head: DraftHead, shapes: TargetShapes, rows: Rows, size: int, target: float = 0.0) -> TrainMemory:
     """Count one rank's memory.
 
@@ -156,24 +177,18 @@ def train_memory(head: DraftHead, shapes: TargetShapes, rows: Rows, size: int, t
         size: bytes of a number in computing: 2 = bf16 autocast over fp32 weights, 4 = fp32.
         target: bytes of a target in the same job.
     """
-    config = head.config
-    vocab = config.draft_vocab_size
     muon = sum(p.numel() for n, p in head.named_parameters() if is_hidden_matrix(n, p))
     params = sum(p.numel() for p in head.parameters())
-    chunk = min(rows.supervised, rows_per_chunk(vocab))
-    scores = 0
-    if isinstance(config, LayerConfig):
-        tile = TILE_SIZES["cuda" if size < 4 else "cpu"]
-        scores = config.num_attention_heads * min(tile.rows, rows.supervised) * min(tile.keys, rows.total)
+    teacher, working = loss_bytes(head, rows, size)
     return TrainMemory(
         parts=2.0 * shapes.embedding * size,
         weights=2.0 * params if size < 4 else 0.0,
         masters=4.0 * params,
         gradients=4.0 * params,
         moments=4.0 * muon + 8.0 * (params - muon),
-        teacher=0.0 if head.hard_labels else 4.0 * chunk * vocab,
+        teacher=teacher,
         activations=activation_bytes(head, rows, size),
-        working=4.0 * chunk * vocab * 4 + 3.0 * scores * 4,
+        working=working,
         update=8.0 * muon,
         saving=24.0 * params if size == 4 else 0.0,
         target=target,

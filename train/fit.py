@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..data_recipes.store import FeatureStore
-from ..errors import DraftsmithError
 from ..files import sweep
 from ..heads.base import DraftHead, TargetParts
 from ..heads.target import Target, auto_dtype
@@ -23,25 +22,20 @@ from .checkpoint import RunState, load_checkpoint, save_best, save_checkpoint, s
 from .decoded import DecodedValidation
 from .drift import LoadTarget
 from .engine import Engine
+from .faults import name_unmeasured, note_left_out
 from .interrupt import StopRequest
 from .joint import LR_SHARE, TunedTarget
+from .length import fit_length, fixed_length, step_limits
 from .metrics import Utilisation, Window, peak_memory_bytes
 from .online import make_step
 from .optimizer import ADAPTER, MuonAdamW
 from .ranks import Ranks, process_group
-from .schedule import PILOT_STEPS, lr_factor, steps_within
+from .schedule import PILOT_STEPS, lr_factor, saving_seconds, steps_within
 from .settings import TrainSettings
-from .step import SUMS
+from .step import SUMS, set_checkpointing
 from .tracking import Tracker, describe_run
 from .trees import grow_tree
 from .validate import describe, is_past_best, note, validate
-
-MAX_SKIPPED = 3
-"""Steps that may be left out for a loss or gradient that isn't finite; one more stops the run."""
-
-_SAVE_BYTES_PER_SECOND = 200e6
-_CHECKPOINT_BYTES = 12
-"""Per parameter at most: fp32 weight and two moments."""
 
 
 def fit(
@@ -56,7 +50,6 @@ def fit(
     load_target: LoadTarget | None = None,
     budget_seconds: float | None = None,
     resume_command: str = "the same command again",
-    wandb: bool | None = None,
 ) -> dict[str, Any]:
     """Train `head` in place, or go on from the newest checkpoint in `folder`.
 
@@ -72,21 +65,21 @@ def fit(
         load_target: loads the target that held-out prompts are decoded with, on rank 0; None = nothing is decoded.
         budget_seconds: wall time of a time-limited run, from this call on; None takes settings.minutes.
         resume_command: what the user is told to run after an interruption.
-        wandb: see tracking.Tracker.
 
     Returns:
-        finished (False after a signal before the last step), exit_code, step, total_steps, tokens, seconds over all
+        finished (False after a signal before the last step), step, total_steps, tokens, seconds over all
         restarts, tree_seconds, decode_seconds (since the last restart), best_by ("tau" or "tau_walk"), best_step,
         best_tau (None where it isn't decoded), best_tau_walk, stopped_early, skipped, checkpoint (folder of the best
-        head, with its measured tree once finished), and the counts of documents. `head` is the best one once finished.
+        head, with its measured tree once finished), and the counts of documents. `head` is the best one once finished;
+        under ZeRO 3 it has lost its weights by then: load them from that folder.
 
     Raises:
-        DraftsmithError: nothing to train on or validate with, a damaged checkpoint, too many steps that weren't finite,
-            a target that can't be loaded or decoded.
+        DraftsmithError: nothing to train on or validate with, a damaged checkpoint, too much that isn't finite, a
+            target that can't be loaded or decoded, a setting that the head doesn't have.
     """
     started = time.monotonic()
     with process_group() as ranks:
-        options: dict[str, Any] = {"in_job": tuned or online, "load_target": load_target, "wandb": wandb}
+        options: dict[str, Any] = {"in_job": tuned or online, "load_target": load_target}
         trainer = Trainer(settings, store, parts, head, folder, ranks, **options)
         trainer.started = started
         if budget_seconds is not None:
@@ -109,13 +102,13 @@ class Trainer:
         *,
         in_job: TunedTarget | Target | None = None,
         load_target: LoadTarget | None = None,
-        wandb: bool | None = None,
     ) -> None:
         self.settings, self.store, self.ranks = settings, store, ranks
         self.checkpoints = folder / "checkpoints"
         self.started = time.monotonic()
         self.budget_seconds = settings.minutes * 60 if settings.minutes else None
         require_teacher(head, store)
+        set_checkpointing(head, settings.checkpointing)
         head.learn({str(name): weight for name, weight in settings.objective.items()})
         dtype = run_dtype(settings, ranks.device)
         self.head = head.to(ranks.device, torch.float32)
@@ -147,6 +140,7 @@ class Trainer:
         self.utilisation = Utilisation.of(self.step_module, self.plan.lengths, ranks)
         self.engine = Engine(self.step_module, self.optimizer, settings, ranks)
         config = describe_run(settings, head, store, ranks.world)
+        wandb = None if settings.wandb == "auto" else settings.wandb
         self.tracker = Tracker(folder, self.state.step, wandb, config) if ranks.is_main else None
         self.decoded = DecodedValidation.wanted(load_target, self.step_module, store, self.held_out.documents, settings)
         self.best_by = "tau" if self.decoded is not None and settings.best_by_tau else "tau_walk"
@@ -154,6 +148,8 @@ class Trainer:
         self.stop = StopRequest()
         self.stopping = self.finished = False
         self.validated_at: int | None = None
+        self.left_out_in_a_row = 0
+        self.unmeasured: set[str] = set()  # held-out documents that were named
         self.tree_seconds: float | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
@@ -163,10 +159,17 @@ class Trainer:
         with self.stop:
             if self.decoded is not None and self.ranks.is_main and self.state.step != self.state.total_steps:
                 self.decoded.prepare()
+            timed = self.budget_seconds is not None
+            news = fit_length(self.state, self.plan, self.settings, self.batches_per_step, timed)
+            if news and self.ranks.is_main:
+                say(news)
             if self.state.total_steps is None:
-                self.state.total_steps = self._fixed_length()
+                self.state.total_steps = fixed_length(self._limits(), timed)
             if self.state.total_steps is None:
                 self._pilot()
+            if self.state.validation_due:  # the run was asked to stop before it
+                self.validate(self._decodes())
+                self.save()
             if self.state.total_steps is not None:
                 with self._bar("train", self.state.total_steps) as bar:
                     while self.state.step < self.state.total_steps and not self.stopping:
@@ -208,8 +211,9 @@ class Trainer:
         left_out, tokens = self.optimizer.skipped, int(pooled[-2])
         self.state.tokens += tokens
         self.window.add(tokens, None if left_out else pooled[:-2], self.optimizer.gradient_norm)
+        self.left_out_in_a_row = self.left_out_in_a_row + 1 if left_out else 0
         if left_out:
-            self._left_out(bad or items)
+            self._left_out(bad, items)
         self.stopping = bool(pooled[-1])
         bar.advance(1)
 
@@ -221,45 +225,38 @@ class Trainer:
     def _after_step(self, total_steps: int) -> None:
         step, s = self.state.step, self.settings
         interval = s.validation_interval(total_steps)
-        decode = self.decoded is not None and self.decoded.is_due(self.state)
-        last = step == total_steps
+        decode, last = self._decodes(), step == total_steps
         if last or self.stopping or step % s.log_every == 0:
             self.log()
-        if decode or last or step % interval == 0:
+        self.state.validation_due = decode or last or step % interval == 0
+        if self.stopping:  # who asks may not wait for long: a validation is made up for later
+            self.save()
+            if not last:
+                return
+        if self.state.validation_due:
             self.validate(decode)
         last = step == self.state.total_steps  # a validation may have ended the run
-        if last or self.stopping or step % (s.save_every or interval) == 0:
+        if last or step % (s.save_every or interval) == 0:
             self.save()
 
-    def _left_out(self, items: list[Item]) -> None:
-        names = self.ranks.gather([self.store.ids[i] for item in items for i in item.documents])
-        self.state.skipped += 1
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        message = f"step {self.state.step}: loss or gradient not finite on documents {shown}"
+    def _decodes(self) -> bool:
+        return self.decoded is not None and self.decoded.is_due(self.state)
+
+    def _left_out(self, bad: list[Item], items: list[Item]) -> None:
+        """Name the documents of the batches that weren't finite; of all batches where each by itself was."""
+        suspected = self._ids(bad) or self._ids(items)
+        told = note_left_out(self.state, suspected, self.left_out_in_a_row)
         if self.ranks.is_main:
-            say(f"{message}; the step is left out ({self.state.skipped} so far)")
-        if self.state.skipped > MAX_SKIPPED:
-            raise DraftsmithError(
-                f"{message}; {self.state.skipped} steps were left out, more than {MAX_SKIPPED}: lower train.lr_matrix, "
-                "or look at those documents"
-            )
+            say(told)
+
+    def _ids(self, items: list[Item]) -> list[str]:
+        """Ids of the documents of all ranks' items."""
+        return [str(x) for x in self.ranks.gather([self.store.ids[i] for item in items for i in item.documents])]
 
     # --- length ----------------------------------------------------------------------------------------------------
 
-    def _fixed_length(self) -> int | None:
-        """Total steps where no clock decides them."""
-        shortest = min(self._step_limits(), default=None)
-        if self.budget_seconds is not None and (shortest is None or shortest > PILOT_STEPS):
-            return None
-        return shortest
-
-    def _step_limits(self) -> list[int]:
-        limits = [self.settings.steps] if self.settings.steps else []
-        if self.settings.epochs:
-            limits.append(self.plan.steps_in(self.settings.epochs, self.batches_per_step))
-        if self.settings.tokens:
-            limits.append(self.plan.steps_for(self.settings.tokens, self.batches_per_step))
-        return limits
+    def _limits(self) -> list[int]:
+        return step_limits(self.plan, self.settings, self.state, self.batches_per_step)
 
     def _pilot(self) -> None:
         """Take the first steps of a time-limited run, and from their pace fix the length: all else goes by the step."""
@@ -277,14 +274,13 @@ class Trainer:
         self.validate(decode=self.decoded is not None)
         decoding = 0.0 if self.decoded is None else self.decoded.seconds
         tree_seconds = time.monotonic() - now - decoding  # the measured tree costs about what a validation does
-        parameters = sum(p.numel() for p in self.step_module.parameters())
-        validation_seconds = tree_seconds + parameters * _CHECKPOINT_BYTES / _SAVE_BYTES_PER_SECOND
+        validation_seconds = tree_seconds + saving_seconds(sum(p.numel() for p in self.step_module.parameters()))
         left = self.budget_seconds - self._seconds()
         total = steps_within(
             left, step_seconds, validation_seconds, self.settings, self.state.step, tree_seconds,
             lambda total: 0.0 if self.decoded is None else decoding * self.decoded.count(total),
         )  # fmt: skip
-        self.state.total_steps = self.ranks.from_main(min([total, *self._step_limits()]))
+        self.state.total_steps = self.ranks.from_main(min([total, *self._limits()]))
         if self.ranks.is_main:
             say(f"train: {step_seconds:.2f} s a step, so {self.state.total_steps} steps in the time given")
         self.save()
@@ -315,11 +311,13 @@ class Trainer:
         """
         if self.validated_at == self.state.step:
             return
-        self.validated_at = self.state.step
+        self.validated_at, self.state.validation_due = self.state.step, False
         with self.window.paused(), self.engine.whole():
             found = validate(self.step_module, self.store, self.held_out, self.settings.validate_depth, self.ranks)
             if decode and self.decoded is not None:
                 found |= self.ranks.from_main(self.decoded.measure() if self.ranks.is_main else None)
+            if (told := name_unmeasured(found.pop("left_out"), self.unmeasured)) and self.ranks.is_main:
+                say(told)
             if self.tracker is not None:
                 self.tracker.log("validation", self.state.step, {**found, "seconds": round(self._seconds(), 3)})
                 say(f"step {self.state.step}: {describe(found)}")
@@ -375,7 +373,6 @@ class Trainer:
         state = self.state
         return {
             "finished": self.finished,
-            "exit_code": self.stop.exit_code,
             "step": state.step,
             "total_steps": state.total_steps,
             "tokens": state.tokens,

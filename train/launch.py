@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from ..errors import DraftsmithError
 
 DEFAULT_PORT = 29500
+SAVE_SECONDS = 600
+"""That processes which were asked to stop may take to save; torchrun's own 30 s are short for a large head."""
 
 
 def torchrun_command(
@@ -47,6 +50,36 @@ def torchrun_command(
         command += ["--nnodes", str(nnodes), "--node-rank", str(node_rank)]
         command += ["--master-addr", host, "--master-port", given_port or str(port)]
     return [*command, "-m", module, *arguments]
+
+
+def torchrun_environment(processes: int) -> dict[str, str]:
+    """This process's environment for torchrun, with what the user hasn't set."""
+    import torch
+
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS), **os.environ}
+    if not torch.cuda.is_available():  # torchrun would give each process one thread
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    return environment
+
+
+def refuse_lonely_tasks(machines: int) -> None:
+    """Refuse several Slurm tasks on a machine, none of which knows of the others: all would write the same files.
+
+    Args:
+        machines: how many the configuration says there are: so many tasks may be, one on each.
+
+    Raises:
+        DraftsmithError: that's how this process was started.
+    """
+    tasks = int(os.environ.get("SLURM_NTASKS") or 1)
+    if "SLURM_PROCID" not in os.environ or "RANK" in os.environ or tasks <= max(1, machines):
+        return
+    raise DraftsmithError(
+        f"SLURM_NTASKS={tasks}: each of these tasks would do the whole run in the same folder: start one task a "
+        "machine, which starts a process for each of its GPUs: sbatch --nodes=N scripts/slurm.sh run ..., or "
+        "srun --ntasks=1 draftsmith ..."
+    )
 
 
 def visible_devices() -> int:

@@ -22,7 +22,7 @@ from ..heads.base import DraftHead
 from ..heads.linear import can_pack
 from ..heads.target import Target, load_model, load_tokenizer, resolve_folder
 from ..progress import say
-from .estimate import Rows, activation_bytes
+from .estimate import Rows, activation_bytes, loss_bytes
 
 Place = Literal["device", "host"]
 _PARAMETER_BYTES = 24
@@ -92,11 +92,17 @@ def choose_place(
 
 
 def training_bytes(head: DraftHead, token_budget: int, dtype: torch.dtype) -> float:
-    """Most bytes that training takes beside target and libraries, were all rows of a batch supervised."""
-    c, rows = head.config, Rows(token_budget, token_budget)
+    """Most bytes that training takes beside target and libraries, were all rows of a batch supervised.
+
+    A document that is longer than the budget is a batch of its own.
+    """
+    c = head.config
+    total = max(token_budget, c.trained_length)
+    rows = Rows(total, total)
     states = (len(c.layer_ids) + 1) * c.hidden_size * dtype.itemsize
     parameters = sum(p.numel() for p in head.parameters())
-    return activation_bytes(head, rows, dtype.itemsize) + token_budget * states + (_PARAMETER_BYTES * parameters)
+    kept = activation_bytes(head, rows, dtype.itemsize) + sum(loss_bytes(head, rows, dtype.itemsize))
+    return kept + total * states + _PARAMETER_BYTES * parameters
 
 
 def stream_layers(model: nn.Module, layers: nn.ModuleList | Sequence[nn.Module], device: torch.device) -> None:

@@ -23,7 +23,7 @@ from .settings import DEFAULT_EPOCHS, TrainSettings
 _ARENA = 512
 """Cache rows come in blocks of so many."""
 _SAVED_BYTES, _SAVE_RATE = 12, 200e6
-"""Of a parameter in a checkpoint, at most, and bytes a second: what `train/fit.py` reckons with, too."""
+"""Of a parameter in a checkpoint, at most, and bytes a second: what `train/schedule.py` reckons with, too."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from .settings import TrainSettings
 PILOT_STEPS = 11
 """Steps that measure a time-limited run's rate; the first is slower (allocations, page faults) and isn't counted."""
 
+_CHECKPOINT_BYTES = 12
+"""Per parameter at most: fp32 weight and two moments."""
+_SAVE_BYTES_PER_SECOND = 200e6
+
 COSINE_FLOOR = 0.02
 DECAY_SHARE = 1 / 3
 
@@ -30,6 +34,11 @@ def lr_factor(step: int, total_steps: int | None, settings: TrainSettings) -> fl
         return warm * min(1.0, (total_steps - step) / (decay + 1))
     progress = min(1.0, step / max(1, total_steps))
     return warm * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def saving_seconds(parameters: int) -> float:
+    """What writing a checkpoint of so many parameters is reckoned to take."""
+    return parameters * _CHECKPOINT_BYTES / _SAVE_BYTES_PER_SECOND
 
 
 def steps_within(

@@ -72,6 +72,8 @@ class TrainSettings(_Strict):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deepspeed: str = "auto"
     mode: Literal["auto", "offline", "online"] = "auto"
+    checkpointing: bool = False
+    wandb: bool | Literal["auto"] = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -95,8 +97,9 @@ class TrainSettings(_Strict):
         return self.decode_documents > 0 and self.decode_every is not None
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is trained: not where; nor from where states come, which the stage says."""
-        return self.model_dump(exclude={"deepspeed", "mode"})
+        """The settings that decide what is trained: not where or in which memory, nor where figures go; nor from where
+        states come, which the stage says."""
+        return self.model_dump(exclude={"deepspeed", "mode", "checkpointing", "wandb"})
 
     def validation_interval(self, total_steps: int) -> int:
         """Steps between two validations; the last one is at the end, rounding makes none just before it."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ..data_recipes.layout import TargetInfo
 from ..data_recipes.store import FeatureStore
-from ..data_recipes.vocabulary import choose_vocab
+from ..data_recipes.vocabulary import choose_vocab, end_tokens
 from ..errors import DraftsmithError
 from ..heads.adapter import FOLDER, TunedConfig
 from ..heads.base import DraftHead, TargetParts
@@ -21,10 +22,8 @@ from ..heads.registry import head_family
 from ..heads.target import (
     Target,
     explain_loading,
-    fingerprint,
     load_parts,
     load_tokenizer,
-    resolve_folder,
     template_sha256,
 )
 from ..heads.vocab import DraftVocab
@@ -38,6 +37,7 @@ from .online import refuse_tuned
 from .placement import load_online_target, training_bytes
 from .ranks import process_group
 from .settings import HeadRecipe, TrainSettings
+from .step import set_checkpointing
 
 STAGE, VERSION = "train", 2
 
@@ -65,7 +65,6 @@ def train_stage(
     recorded_revision: str | None = None,
     budget_seconds: float | None = None,
     resume_command: str = "the same command again",
-    wandb: bool | None = None,
 ) -> dict[str, Any]:
     """Train the recipe's head for a target, or go on; a finished stage is skipped.
 
@@ -80,12 +79,12 @@ def train_stage(
         recorded_revision: what the head's config says of the target's revision, where `from_pretrained` needs none.
         budget_seconds: what is really left of the run's time, from this call on; overrides `train.minutes`, identifies
             nothing.
-        resume_command, wandb: see `fit`.
+        resume_command: see `fit`.
 
     Returns:
         The manifest's record: what `fit` returns, with `vocabulary_coverage`, and for a head that is trained together
         with its target `drift`, what `drift.measure_drift` returns, and `drift_seconds` (on rank 0). Its "finished" is
-        False after a signal; the caller should then leave with its "exit_code".
+        False after a signal, with everything saved.
 
     Raises:
         DraftsmithError: features of another target or other layers, online training of a head that is trained together
@@ -109,7 +108,7 @@ def train_stage(
             share = f"{coverage:.2%} of the answers' tokens"
             say(f"draft vocabulary: {len(vocab):,} of {vocab.vocab_size:,} tokens, {share}")
         place = _Place(location, revision, ranks.device, run_dtype(recipe.train, ranks.device), online)
-        options = {"resume_command": resume_command, "wandb": wandb, "load_target": _loader(place)}
+        options = {"resume_command": resume_command, "load_target": _loader(place)}
         result = _fitted(recipe.train, store, config, vocab, folder, place, until, ranks.is_main, **options)
         result["vocabulary_coverage"] = coverage
         if isinstance(config, TunedConfig) and ranks.is_main and result["finished"]:
@@ -149,6 +148,7 @@ def _fitted(
     """
     target = (place.location, place.revision)
     head, parts, start = _new_head(config, vocab, load_parts(*target, torch.float32), settings.seed)
+    set_checkpointing(head, settings.checkpointing)  # what memory is needed depends on it
     if is_main:
         say(start)
     tuned, after = None, 0.0
@@ -207,11 +207,11 @@ def prepare_head(
     with explain_loading(location):
         target = AutoConfig.from_pretrained(location, revision=revision).get_text_config()
     tokenizer = load_tokenizer(location, revision)
-    mark = fingerprint(resolve_folder(location, revision))
+    info = TargetInfo.read(location, revision)
     layer_ids = recipe.head.layer_ids or default_layer_ids(target.num_hidden_layers)
-    store = FeatureStore.open(features, fingerprint=mark, layer_ids=() if online else layer_ids)
+    store = FeatureStore.open(features, fingerprint=info.fingerprint, layer_ids=() if online else layer_ids)
     size = recipe.head.vocab_size_for(store.vocab_size)
-    vocab, coverage = choose_vocab(store, size, _end_ids(target, tokenizer))
+    vocab, coverage = choose_vocab(store, size, end_tokens(info, tokenizer))
     config = _build_config(
         recipe.head.family,
         target,
@@ -222,7 +222,7 @@ def prepare_head(
         **recipe.head.options,
         target_id=(names or (location, revision))[0],
         target_revision=(names or (location, revision))[1],
-        target_fingerprint=mark,
+        target_fingerprint=info.fingerprint,
         chat_template_sha256=template_sha256(tokenizer),
         trained_length=min(recipe.train.max_length, max(store.lengths)),
     )
@@ -237,13 +237,6 @@ def _build_config(family: str, target: Any, vocab: DraftVocab, **identity: Any) 
         raise DraftsmithError(f"head family {family!r} has no function {family}_config in {module.__name__}")
     config: HeadConfig = build(target, vocab, **identity)
     return config
-
-
-def _end_ids(target: Any, tokenizer: Any) -> list[int]:
-    """End-of-turn tokens, always in the vocabulary: a head must be able to propose the end."""
-    values = [tokenizer.eos_token_id]
-    values += target.eos_token_id if isinstance(target.eos_token_id, list) else [target.eos_token_id]
-    return sorted({v for v in values if v is not None})
 
 
 __all__ = ["prepare_head", "train_stage"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..errors import DraftsmithError
 from ..heads.adapter import Adapter
 from ..heads.base import Batch, DraftHead, StepStats, TargetParts
 
@@ -31,6 +32,17 @@ def global_loss(stats: Sequence[StepStats], weights: Sequence[float], denominato
 def stat_sums(stats: Sequence[StepStats]) -> Tensor:
     """Detached sums [steps, 6] fp64, columns as in `SUMS`."""
     return torch.stack([torch.stack([getattr(s, key).detach().double() for key in SUMS]) for s in stats])
+
+
+def set_checkpointing(head: DraftHead, wanted: bool) -> None:
+    """Let a head keep less for its backward pass and compute it again; raises DraftsmithError where it can't."""
+    if hasattr(head, "checkpointing"):
+        setattr(head, "checkpointing", wanted)  # noqa: B010 - not every head has it, says the type checker
+    elif wanted:
+        raise DraftsmithError(
+            f"train.checkpointing = true with the head family {head.config.family!r}: its steps don't follow from each "
+            "other, there is nothing to compute again: leave it out, or lower train.token_budget"
+        )
 
 
 class TrainStep(nn.Module):

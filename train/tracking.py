@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from pathlib import Path
@@ -49,7 +50,8 @@ class Tracker:
         self._run = _start_wandb(folder, config or {}) if wanted else None
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write figures of one kind ("train" or "validation") after `step` steps."""
+        """Write figures of one kind ("train" or "validation") after `step` steps; what isn't finite becomes null."""
+        values = {key: _plain(value) for key, value in values.items()}
         self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
         if self._run is not None and step > self._sent.get(kind, -1):
@@ -119,6 +121,13 @@ def _run_id(folder: Path) -> str:
 def _without_key(text: str) -> str:
     key = os.environ.get(_KEY)
     return text.replace(key, "<key>") if key else text
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has."""
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(kind: str, values: dict[str, Any]) -> dict[str, float]:
