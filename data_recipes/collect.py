@@ -63,8 +63,13 @@ class CollectSettings:
 
 
 @dataclass(frozen=True)
-class _Documents:
-    """Where documents come from: the stage's folder and name, its chunks, and how one is read."""
+class Origin:
+    """Where documents come from.
+
+    Attributes:
+        folder, command: of the stage that makes them.
+        chunks: its files in a data folder; read: the documents of one.
+    """
 
     folder: str
     command: str
@@ -72,10 +77,11 @@ class _Documents:
     read: Callable[[Path], list[DocumentRow]]
 
 
-_DOCUMENTS = {
-    "target": _Documents(ANSWERS, "regenerate", answer_chunks, read_answers),
-    "dataset": _Documents(PROMPTS, "prepare", prompt_chunks, read_own_answers),
+ORIGINS = {
+    "target": Origin(ANSWERS, "regenerate", answer_chunks, read_answers),
+    "dataset": Origin(PROMPTS, "prepare", prompt_chunks, read_own_answers),
 }
+"""By whose answers the documents have."""
 
 
 def collect(
@@ -106,7 +112,7 @@ def collect(
         DraftsmithError: no documents, one that the target can't read, or another rank that doesn't finish; more than
             one document and 0.1 % of them, or all, have states that are not finite.
     """
-    origin = _DOCUMENTS[settings.answers]
+    origin = ORIGINS[settings.answers]
     stage = features_stage(data, stage_digest(data / origin.folder, origin.command), info, settings, rank)
     planned = origin.chunks(data)
     if not planned:

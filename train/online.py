@@ -8,7 +8,6 @@ the states of a packed batch when it is its turn: aux states and state n, in the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,17 +15,12 @@ import torch
 from torch import Tensor
 
 from ..data_recipes.chunk_file import ChunkMeta, Text
+from ..data_recipes.collect import ORIGINS
 from ..data_recipes.forward import plan_forward
 from ..data_recipes.index import INDEX, build_index
 from ..data_recipes.layout import (
-    ANSWERS,
-    PROMPTS,
     DocumentRow,
     TargetInfo,
-    answer_chunks,
-    prompt_chunks,
-    read_answers,
-    read_own_answers,
     stage_digest,
 )
 from ..data_recipes.store import Document, FeatureStore, write_chunk
@@ -45,12 +39,6 @@ Mode = Literal["offline", "online"]
 TOKENS, VERSION = "tokens", 1
 DISK_SHARE = 0.5
 """Of the free disk, what features may take where the mode is "auto"."""
-
-_ORIGINS: dict[str, tuple[str, str, Callable[[Path], list[Path]], Callable[[Path], list[DocumentRow]]]] = {
-    "target": (ANSWERS, "regenerate", answer_chunks, read_answers),
-    "dataset": (PROMPTS, "prepare", prompt_chunks, read_own_answers),
-}
-"""Where documents come from, by whose answers they have: folder, command, its chunks, and how one is read."""
 
 
 # --- which mode -------------------------------------------------------------------------------------------------------
@@ -137,23 +125,23 @@ def collect_tokens(
     Raises:
         DraftsmithError: no documents, or one with a token that the target doesn't have.
     """
-    folder, command, chunks, read = _ORIGINS[answers]
+    origin = ORIGINS[answers]
     identity = {
-        "documents": stage_digest(data / folder, command),
+        "documents": stage_digest(data / origin.folder, origin.command),
         "fingerprint": info.fingerprint,
         "vocab_size": vocab_size,
     }
     stage = Stage.open(data / TOKENS, TOKENS, VERSION, identity, rank)
     if rank > 0:
         return stage
-    planned = chunks(data)
+    planned = origin.chunks(data)
     if not planned:
-        raise DraftsmithError(f"{data / folder} holds no documents: run 'draftsmith {command}' first")
+        raise DraftsmithError(f"{data / origin.folder} holds no documents: run 'draftsmith {origin.command}' first")
     meta = ChunkMeta(info.fingerprint, (), 0, vocab_size)  # states of no width
     with progress_bar("tokens", len(planned), "chunks") as bar:
         for path in planned:
             if not (written := stage.folder / f"{path.stem}.safetensors").exists():
-                write_chunk(written, [_without_states(row, path, vocab_size) for row in read(path)], meta)
+                write_chunk(written, [_without_states(row, path, vocab_size) for row in origin.read(path)], meta)
             bar.advance(1)
     if stage.manifest is None or not _is_complete(stage.folder, [path.stem for path in planned]):
         build_index(stage.folder, [path.stem for path in planned], info.fingerprint, (), stage.digest)
