@@ -62,9 +62,9 @@ def run_all(config: RunConfig) -> dict[str, Any]:
             work()
         spent[name] = time.monotonic() - started
 
-    (run.folder / READY).unlink(missing_ok=True)
     before = min(answer_seconds(run.data) / 60, shares.regenerate)  # answers of a longer run cost this one no more
     trained = stages.has_weights(run)  # then only measuring is left
+    (run.folder / READY).unlink(missing_ok=True)
     if not trained:
         with _failure_is_said(run):
             do("prepare", lambda: stages.prepare(run))
@@ -200,7 +200,7 @@ def run_key(run: Run) -> str:
     })  # fmt: skip
 
 
-_FILES = ("files.py", "manifest.py", "pipeline.py", "run_config.py", "stages.py")
+_FILES = ("files.py", "manifest.py", "pipeline.py", "run.py", "run_config.py", "sizing.py", "stages.py")
 _FOLDERS = ("heads", "data_recipes", "eval", "train")
 
 

@@ -106,10 +106,10 @@ def test_a_finished_run_is_recognised_without_loading_torch(first):
         "import sys\n"
         "for name in ('torch', 'transformers', 'deepspeed', 'numpy'): sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "from draftsmith import pipeline, run_config, stages\n"
+        "from draftsmith import pipeline, run, run_config\n"
         "from draftsmith.heads.resolve import TargetSource\n"
         f"source = TargetSource(**{dataclasses.asdict(source)!r})\n"
-        "stages.resolve_target = run_config.resolve_target = lambda *_, **__: source\n"
+        "run.resolve_target = run_config.resolve_target = lambda *_, **__: source\n"
         f"flags = {{'model': {config.model!r}, 'data': {str(config.data)!r}, 'runs': {str(config.runs)!r}}}\n"
         f"config = run_config.resolve('run', {{**flags, 'minutes': 1.0}}, None, {SMALL!r})\n"
         "pipeline.run_all(config)\n"
@@ -382,6 +382,7 @@ def test_the_second_machine_does_its_share_of_what_the_first_says(first, monkeyp
         return stages.Stage(folder, {})
 
     monkeypatch.setattr(stages, "_in_processes", in_processes)
+    monkeypatch.setattr(pipeline, "finished", lambda run: False)
     pipeline.run_all(shared)
     minutes = plan_minutes(config.minutes).regenerate
     assert asked == [("regenerate", "answers", minutes), ("collect", "features", None), ("train", "train", 1.0)]
