@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..errors import DraftsmithError
-from ..eval.speedup import load_hardware
+from ..eval.speedup import listed_as, load_hardware
 from ..heads.costs import HeadCosts, head_costs
 from ..manifest import peak_rss_bytes
 from .ranks import Ranks
@@ -143,10 +142,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Operations a second of a GPU that configs/hardware.yaml lists; None for others and for CPUs."""
     if device.type != "cuda":
         return None
-    try:
-        found = load_hardware(None)
-    except DraftsmithError:
+    listed = listed_as(torch.cuda.get_device_name(device))
+    if listed is None:
         return None
+    found = load_hardware(listed)
     return found.fp32 if dtype == torch.float32 else found.bf16
 
 
