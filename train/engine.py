@@ -221,6 +221,7 @@ class Engine:
             )
         self._deepspeed = import_deepspeed()
         before = {name: p.detach().clone() for name, p in module.named_parameters()} if self.stage else {}
+        linear = torch.nn.functional.linear
         try:
             with quietly(), _without_expected_warnings():
                 self._engine, *_ = self._deepspeed.initialize(
@@ -229,6 +230,8 @@ class Engine:
         except ValueError as error:  # of its configuration's types and values
             reason = " ".join(str(error).split())
             raise DraftsmithError(f"DeepSpeed refuses train.deepspeed = {settings.deepspeed!r}: {reason}") from error
+        finally:
+            torch.nn.functional.linear = linear  # ZeRO 3 leaves one of its own behind, for all of the process
         if self.stage:
             self._divide(before, ranks.rank)
 
