@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import date
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -18,7 +20,7 @@ from .conversation import Malformed, Message
 Ranges = list[tuple[int, int]]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same form that transformers looks for
-_CLOCK = "strftime_now"
+_CLOCK = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _LONGEST_REASON = 160
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _HARMLESS = frozenset({"strip", "lstrip", "rstrip", "get"})
@@ -110,19 +112,14 @@ class Template:
         return texts[0], [tuple(r) for r in ranges[0]] if marks else None
 
 
+@lru_cache(maxsize=8)
 def _told(source: str, today: date) -> str:
-    """Return the template as one whose `strftime_now` writes this date.
+    """Return the template with this date in place of each `strftime_now("…")`.
 
-    transformers takes no function among a template's variables, and keeps each compiled template for all its callers:
-    a comment in front, of which nothing is rendered, makes it another.
+    In its text, because transformers takes no function among a template's variables. A format that isn't a constant
+    keeps asking the clock.
     """
-    if _CLOCK not in source:
-        return source
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    own = f"{{# {today.isoformat()} #}}\n{source}"
-    _compile_jinja_template(own).globals[_CLOCK] = today.strftime
-    return own
+    return _CLOCK.sub(lambda call: json.dumps(today.strftime(call[2]), ensure_ascii=False), source)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

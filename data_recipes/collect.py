@@ -19,7 +19,7 @@ from ..manifest import Stage
 from ..progress import progress_bar, say
 from .budget import Budget
 from .chunk_file import Chunk, ChunkMeta
-from .forward import plan_forward, recorded_document, write_states
+from .forward import write_states
 from .index import INDEX, build_index
 from .layout import (
     ANSWERS,
@@ -266,13 +266,3 @@ def _up_to_date(folder: Path, names: list[str]) -> bool:
 
 def _features(stage: Stage, documents: Path) -> Path:
     return stage.folder / f"{documents.stem}.safetensors"
-
-
-__all__ = [
-    "CollectSettings",
-    "chunk_meta",
-    "collect",
-    "features_stage",
-    "plan_forward",
-    "recorded_document",
-]

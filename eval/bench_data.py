@@ -27,9 +27,10 @@ import torch
 from ..data_recipes.builtin import builtin_prompts
 from ..data_recipes.chat import ChatFormat
 from ..data_recipes.chat_tokens import Document
-from ..data_recipes.collect import CollectSettings, collect, plan_forward
+from ..data_recipes.collect import CollectSettings, collect
 from ..data_recipes.conversation import Conversation, Malformed
 from ..data_recipes.duplicates import Duplicates
+from ..data_recipes.forward import plan_forward
 from ..data_recipes.layout import PROMPTS, DocumentRow, TargetInfo, prompt_chunks, read_own_answers
 from ..data_recipes.normalise import NormaliseSettings, normalise
 from ..data_recipes.prepare import PrepareSettings, prepare

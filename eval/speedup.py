@@ -58,11 +58,6 @@ class Hardware:
     is_gpu: bool = True
 
 
-def hardware_names() -> list[str]:
-    """Devices that `configs/hardware.yaml` lists."""
-    return list(_table())
-
-
 def load_hardware(name: str | None) -> Hardware:
     """Look a device up; None and `HERE` take what this machine has: its GPU, else its CPU.
 

@@ -100,11 +100,6 @@ _KEPT: dict[str, Callable[[Any, Rows, int], float]] = {
 }
 
 
-def planned_families() -> list[str]:
-    """Families whose memory is counted."""
-    return sorted(_KEPT)
-
-
 def target_training_bytes(shapes: TargetShapes, tokens: int, size: int, rank: int) -> float:
     """Bytes of a target that is trained along with an adapter: weights, its layers' activations, the adapter's state.
 

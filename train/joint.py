@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..data_recipes.collect import plan_forward
+from ..data_recipes.forward import plan_forward
 from ..heads.adapter import Adapter, TunedConfig
 from ..heads.alignment import shift_left
 from ..heads.architecture import layers_and_norm, text_decoder
