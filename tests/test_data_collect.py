@@ -17,14 +17,8 @@ import torch
 
 from draftsmith.data_recipes import collect as collect_module
 from draftsmith.data_recipes import forward
-from draftsmith.data_recipes.collect import (
-    CollectSettings,
-    chunk_meta,
-    collect,
-    features_stage,
-    plan_forward,
-    recorded_document,
-)
+from draftsmith.data_recipes.collect import CollectSettings, chunk_meta, collect, features_stage
+from draftsmith.data_recipes.forward import plan_forward, recorded_document
 from draftsmith.data_recipes.layout import DocumentRow, PromptRow, TargetInfo, read_answers, stage_digest, write_rows
 from draftsmith.data_recipes.quantise import dequantise, quantise
 from draftsmith.data_recipes.store import FeatureStore, write_chunk
