@@ -91,7 +91,7 @@ def likeliest(last: Tensor, parts: TargetParts, k: int) -> TopK:
     """
     found: list[TopK] = []
     for part in last.split(rows_per_chunk(len(parts.lm_head))):
-        logits = parts.normed(part) @ parts.lm_head.t()
+        logits = parts.logits(parts.normed(part))
         best = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).topk(k, -1)
         found.append((best.indices, best.values))
     return torch.cat([ids for ids, _ in found]), torch.cat([logprobs for _, logprobs in found])

@@ -49,14 +49,16 @@ class TargetInfo:
         Raises:
             DraftsmithError: no model there.
         """
+        from ..heads.loading import config_value
         from ..heads.target import fingerprint, resolve_folder
 
         folder = resolve_folder(location, revision)
         config = read_json(folder / "config.json")
-        positions = config.get("text_config", config).get("max_position_embeddings")
+        positions = config_value(location, revision, "max_position_embeddings")
         if not isinstance(positions, int):
             raise DraftsmithError(
-                f"{folder / 'config.json'} has no max_position_embeddings: it is no decoder-only model"
+                f"{folder / 'config.json'} names no longest context: write max_position_embeddings into it, the "
+                "length that the model was trained for"
             )
         files = {name: sha256_file(folder / name) for name in _TOKENIZER_FILES if (folder / name).exists()}
         return cls(fingerprint(folder), sha256_json(files), positions, _stop_ids(folder, config))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from ..errors import DraftsmithError
 from . import alignment, objectives
 from .config import HeadConfig
-from .losses import HiddenTeacher, LossRows, TopKTeacher, mixed_losses, step_stats
+from .losses import HiddenTeacher, LossRows, TopKTeacher, capped, mixed_losses, step_stats
 from .losses import StepStats as StepStats
+from .norms import layer_norm
+from .norms import rms_norm as rms_norm
 from .vocab import DraftVocab
 
 
@@ -70,15 +72,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """The frozen pieces of the target that heads need, in training and in decoding.
+    """The frozen pieces of the target that heads need, in training and in decoding; `architecture.py` makes them.
 
     Attributes:
         embed: [V, H] input embedding weight (any scaling of the target already applied).
-        lm_head: [V, H] output weight.
-        norm_weight: [H] final RMSNorm weight, as it multiplies (Gemma's 1 + w already added).
+        lm_head: [V, H] output weight (any scaling of the logits already applied).
+        norm_weight: [H] final norm's weight, as it multiplies (Gemma's 1 + w already added).
         norm_eps: epsilon of that norm.
         last_layer: weights of the last decoder layer by their names in it; empty where they aren't wanted. A head may
             start from them.
+        norm: kind of the final norm; rounded_late: see `rms_norm`; norm_bias: [H] what a LayerNorm adds, or None.
+        softcap: logits are c · tanh(x / c) of x = lm_head · normed; None where they aren't capped. Heads that read out
+            with `lm_head` stay linear: the likeliest tokens are the same.
     """
 
     embed: Tensor
@@ -86,19 +91,31 @@ class TargetParts:
     norm_weight: Tensor
     norm_eps: float
     last_layer: dict[str, Tensor] = field(default_factory=dict)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: Tensor | None = None
+    softcap: float | None = None
+    rounded_late: bool = False
 
     def normed(self, last: Tensor) -> Tensor:
         """Apply the final norm to state n [..., H]; computed in fp32, returned in the input's dtype."""
-        return rms_norm(last, self.norm_weight, self.norm_eps)
+        if self.norm == "rms":
+            return rms_norm(last, self.norm_weight, self.norm_eps, self.rounded_late)
+        return layer_norm(last, self.norm_weight, self.norm_bias, self.norm_eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The target's logits [..., V] from `normed` states [..., H], capped in fp32 or wider where it caps them."""
+        return capped(normed @ self.lm_head.t(), self.softcap)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
-        """Move to a device and dtype."""
-        return TargetParts(
-            self.embed.to(device, dtype),
-            self.lm_head.to(device, dtype),
-            self.norm_weight.to(device, dtype),
-            self.norm_eps,
-            {name: x.to(device, dtype) for name, x in self.last_layer.items()},
+        """Move to a device and dtype; the norm's pieces stay in fp32 or wider: bf16 would round 1 + w."""
+        wide, embed = torch.promote_types(dtype, torch.float32), self.embed.to(device, dtype)
+        return replace(
+            self,
+            embed=embed,
+            lm_head=embed if self.lm_head is self.embed else self.lm_head.to(device, dtype),
+            norm_weight=self.norm_weight.to(device, wide),
+            norm_bias=None if self.norm_bias is None else self.norm_bias.to(device, wide),
+            last_layer={name: x.to(device, dtype) for name, x in self.last_layer.items()},
         )
 
 
@@ -113,6 +130,8 @@ class Cache:
     """Host-side upper bound of `lengths`; the caller lowers it when it knows better."""
     drafted: int = 0
     """Draft rows that lie behind the committed ones; the next committed call, or the caller, sets it back to 0."""
+    pending: Tensor | None = None
+    """[B, P, H] states that the next committed rows read beside their inputs; None where a head needs none."""
 
 
 @dataclass
@@ -328,7 +347,7 @@ class DraftHead(nn.Module, abc.ABC):
 
     def _teacher(self, batch: Batch, states: Tensor | None, parts: TargetParts) -> HiddenTeacher | TopKTeacher:
         if states is not None:
-            return HiddenTeacher(states, parts.lm_head, self.target_ids)
+            return HiddenTeacher(states, parts.lm_head, self.target_ids, parts.softcap)
         self.require_states("none of them")
         if batch.topk_ids is None or batch.topk_logprobs is None:
             raise ValueError("a batch needs the target's last states or its top-k tokens")
@@ -379,10 +398,3 @@ class DraftHead(nn.Module, abc.ABC):
 def inside(index: Tensor, batch: Batch) -> Tensor:
     """Clamp an index past the end; such rows are not supervised, their value is never used."""
     return index.clamp(max=len(batch.tokens) - 1)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in fp32 (fp64 stays), returned in x's dtype: x / sqrt(mean(x^2) + eps) * weight."""
-    y = x if x.dtype == torch.float64 else x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * y.to(x.dtype)).to(x.dtype)

@@ -82,7 +82,7 @@ class HeadConfig:
             if name not in values:
                 if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
                     raise DraftsmithError(f"{where}: key {name!r} is missing")
-            elif not _fits(values[name], hints[name]):
+            elif not fits(values[name], hints[name]):
                 raise DraftsmithError(f"{where}: {name} = {values[name]!r} is not of type {f.type}")
         if values.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
             raise DraftsmithError(
@@ -127,13 +127,43 @@ def require(config: HeadConfig, fixed: dict[str, Any]) -> None:
             )
 
 
+# What architectures call what a head takes over; the first name that is there and says something counts.
+_NAMES = {
+    "hidden_act": ("hidden_activation", "hidden_act", "activation_function", "activation"),
+    "rms_norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "max_position_embeddings": ("max_position_embeddings", "max_seq_len"),
+    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "moe_intermediate_size"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+}
+# Other names of the same function, as transformers defines them.
+_SAME_ACT = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+_DEFAULT_ACT, _DEFAULT_EPS, _DEFAULT_THETA = "silu", 1e-5, 10000.0
+"""Of a head whose target's config says nothing: MPT, OPT, and all with learnt positions or ALiBi."""
+
+
+def _said(target_config: Any, what: str) -> Any:
+    """What a target's config says under one of the names of a thing, None if nothing."""
+    found = (getattr(target_config, name, None) for name in _NAMES[what])
+    return next((value for value in found if value is not None), None)
+
+
 def target_values(target_config: Any, vocab: DraftVocab) -> dict[str, Any]:
-    """Values of `HeadConfig` that follow from the target's transformers text config and the draft vocabulary."""
+    """Values of `HeadConfig` that follow from the target's transformers text config and the draft vocabulary.
+
+    Raises:
+        DraftsmithError: the target names no longest context.
+    """
+    act, positions = _said(target_config, "hidden_act"), _said(target_config, "max_position_embeddings")
+    if positions is None:
+        raise DraftsmithError(
+            f"the config of {target_config.model_type!r} names no longest context: write max_position_embeddings "
+            "into its config.json"
+        )
     return {
         "hidden_size": target_config.hidden_size,
-        "hidden_act": target_config.hidden_act,
-        "rms_norm_eps": target_config.rms_norm_eps,
-        "max_position_embeddings": target_config.max_position_embeddings,
+        "hidden_act": _DEFAULT_ACT if act is None else _SAME_ACT.get(act, act),
+        "rms_norm_eps": _said(target_config, "rms_norm_eps") or _DEFAULT_EPS,
+        "max_position_embeddings": positions,
         "vocab_size": vocab.vocab_size,
         "draft_vocab_size": len(vocab),
         "draft_vocab_sha256": vocab.sha256,
@@ -142,16 +172,46 @@ def target_values(target_config: Any, vocab: DraftVocab) -> dict[str, Any]:
 
 
 def layer_values(target_config: Any) -> dict[str, Any]:
-    """Shapes of `LayerConfig` that follow from the target's text config: a layer like one of its own."""
+    """Shapes of `LayerConfig` that follow from the target's text config: a layer like one of its own.
+
+    A mixture of experts is drafted for by a dense layer, of the width that `intermediate_size` says; a config without
+    any width means 4 H, as GPT-2's does.
+    """
     heads = target_config.num_attention_heads
+    head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // heads
     return {
-        "intermediate_size": target_config.intermediate_size,
+        "intermediate_size": _said(target_config, "intermediate_size") or 4 * target_config.hidden_size,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(target_config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
-        # full rotary on the head's own head_dim, whatever share of it the target rotates
-        "rope": {k: v for k, v in target_config.rope_parameters.items() if k != "partial_rotary_factor"},
+        "num_key_value_heads": _said(target_config, "num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "rope": _rope(target_config, head_dim),
     }
+
+
+def _rope(target_config: Any, head_dim: int) -> dict[str, Any]:
+    """The rope of the target's full attention, on all of the head's own head_dim, whatever share the target rotates.
+
+    Factors by frequency (longrope) that are as many as the target rotates are stretched over all frequencies.
+    """
+    rope = getattr(target_config, "rope_parameters", None) or {}
+    by_kind = {kind: one for kind, one in rope.items() if isinstance(one, dict)}
+    if by_kind:
+        rope = by_kind.get("full_attention") or next(iter(by_kind.values()))
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": _DEFAULT_THETA}
+    found |= {k: v for k, v in rope.items() if v is not None and k != "partial_rotary_factor"}
+    if found["rope_type"] == "proportional":  # of a share of the frequencies; of all, it is one of these
+        found["rope_type"] = "linear" if "factor" in found else "default"
+    for name in ("short_factor", "long_factor"):
+        if name in found and len(found[name]) != head_dim // 2:
+            found[name] = _stretched(found[name], head_dim // 2)
+    return found
+
+
+def _stretched(values: list[float], count: int) -> list[float]:
+    """As many values, linear between the given ones, the ends kept."""
+    places = [i * (len(values) - 1) / (count - 1) for i in range(count)]
+    below = [min(int(x), len(values) - 2) for x in places]
+    return [values[i] + (x - i) * (values[i + 1] - values[i]) for i, x in zip(below, places, strict=True)]
 
 
 def load_config(path: Path) -> HeadConfig:
@@ -164,18 +224,19 @@ def load_config(path: Path) -> HeadConfig:
     return head_family(values["family"]).config.from_dict(values, str(path))
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from JSON is of a field's type; true and false are no numbers."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
     if origin is Literal:
         return value in args
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, a) for a in args)
+        return any(fits(value, a) for a in args)
     if origin is list:
-        return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
+        return isinstance(value, list) and all(fits(v, args[0]) for v in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
+        return isinstance(value, dict) and all(fits(k, args[0]) and fits(v, args[1]) for k, v in value.items())
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -198,7 +259,19 @@ def default_layer_ids(n_layers: int) -> list[int]:
     return [1, 1 + (n_layers - 2) // 2, n_layers - 1]
 
 
+_READ_THREE = {"eagle3", "eagle31"}
+"""Families whose input is three aux states."""
+
+
+def stored_layer_ids(n_layers: int, family: str) -> list[int]:
+    """Aux layers that features hold where none are asked for: `default_layer_ids`.
+
+    A target with fewer than four layers gives all that it has; families that read three then raise a DraftsmithError.
+    """
+    return default_layer_ids(n_layers) if n_layers >= 4 or family in _READ_THREE else list(range(1, n_layers))
+
+
 __all__ = [
-    "FORMAT_VERSION", "HeadConfig", "LayerConfig", "default_layer_ids", "layer_values", "load_config", "require",
-    "target_values",
+    "FORMAT_VERSION", "HeadConfig", "LayerConfig", "default_layer_ids", "fits", "layer_values", "load_config",
+    "require", "stored_layer_ids", "target_values",
 ]  # fmt: skip

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from .base import DraftHead
-from .config import LayerConfig
+from .config import LayerConfig, default_layer_ids
 from .layer import RecurrentHead
+from .mtp import ChainedMtp
+from .mtp_modules import MtpConfig
 from .registry import head_family
 from .shapes import TargetShapes
 from .vocab import DraftVocab
@@ -55,9 +57,21 @@ def planned_head(
         return found.head(config, vocab)
 
 
+def planned_depth(family: str, steps: int, options: Mapping[str, Any]) -> int | None:
+    """`most_depth` of a head with these settings, whatever its target.
+
+    Raises:
+        DraftsmithError: settings that contradict each other.
+    """
+    any_target = TargetShapes("any", 16, 8, 2, 2, 8, 16, 1024, False, 10000.0)
+    ids = default_layer_ids(any_target.layers)
+    head = planned_head(any_target, family, layer_ids=ids, steps=steps, draft_vocab_size=1024, options=options)
+    return head.most_depth
+
+
 @dataclass(frozen=True)
 class HeadCosts:
-    """Parameters of a head by how often a row meets them.
+    """Parameters of a head by how often a row meets them; of experts it meets those that it goes through.
 
     Attributes:
         params: all that are trained.
@@ -67,7 +81,8 @@ class HeadCosts:
         train_all: of the matrices that all rows of a training batch go through, once.
         train_rows: of those that supervised rows go through, counted once a pass, over all unrolled steps.
         frozen_rows: of the target's own output rows that read out, over all unrolled steps; they get no gradient.
-        attention: Hq·D summed over the attention passes of all unrolled steps.
+        attention: Hq·D summed over the attention passes that supervised rows make in all unrolled steps; attention_all:
+            over those that all rows make.
         kv: numbers of keys and values that the head caches a token.
         steps, draft_vocab, hidden: S, Vd, H; teacher: it learns from the target's distribution.
     """
@@ -84,6 +99,7 @@ class HeadCosts:
     draft_vocab: int
     hidden: int
     teacher: bool
+    attention_all: int = 0
 
     def train_flops(self, supervised: float, keys: float) -> float:
         """Operations a token of a training batch: 2 forward and 4 backward a weight, 2 and 2 where it is frozen.
@@ -96,38 +112,65 @@ class HeadCosts:
         """
         weights = 6.0 * (self.train_all + supervised * self.train_rows) + 4.0 * supervised * self.frozen_rows
         teacher = 2.0 * self.hidden * self.draft_vocab if self.teacher else 0.0
-        return weights + teacher + 14.0 * supervised * self.attention * keys
+        return weights + teacher + 14.0 * (supervised * self.attention + self.attention_all) * keys
 
 
 def head_costs(head: DraftHead) -> HeadCosts:
     """Count a head's parameters; it may lie on the meta device."""
     config, steps = head.config, head.config.steps
-    matrices = {n: p.numel() for n, p in head.named_parameters() if p.ndim == 2}
+    matrices = _met(head)
     own = sum(matrices.values())
-    qkv = sum(n for name, n in matrices.items() if name.startswith(("layer.q_proj", "layer.k_proj", "layer.v_proj")))
+    qkv = _named(matrices, _PROJECTIONS)
+    has_rows = any(name.startswith("lm_head") for name in matrices)
+    frozen = 0 if has_rows else config.draft_vocab_size * config.hidden_size
     attention = config.num_attention_heads * config.head_dim if isinstance(config, LayerConfig) else 0
-    frozen, first, entry = 0, 0, 0
+    kv = 2 * config.num_key_value_heads * config.head_dim if isinstance(config, LayerConfig) else 0
+    networks, everywhere = 1, 0  # with keys and values of their own; passes of all rows
     if isinstance(head, RecurrentHead):
-        if not any(name.startswith("lm_head") for name in matrices):
-            frozen = config.draft_vocab_size * config.hidden_size
-        fusion = matrices.get("fc.weight", 0)
-        first = fusion if config.layer_ids else 0  # what fuses aux states runs once; EAGLE-1's fc at every step
+        fusion = _named(matrices, ("fc.", "eh_proj."))
+        first = fusion if config.layer_ids else 0  # what fuses aux states runs once; else the inputs meet at every step
         entry = 0 if config.layer_ids else fusion
         step, rows, passes = own - first + frozen, steps * (own - first) - qkv - entry, steps
+        every = qkv + entry + first
+    elif isinstance(head, ChainedMtp):
+        networks, everywhere, passes = steps, steps - 1, 1
+        last = f"depths.{steps - 1}."
+        rows = _named(matrices, (f"{last}layer.",)) - _named(matrices, tuple(last + x for x in _PROJECTIONS))
+        step, every = own // steps + frozen, own - rows
+        first = own - own // steps - rows  # committed rows go through all modules; the last one takes keys and values
     else:
-        first = sum(n for name, n in matrices.items() if name.startswith("layer."))
-        step, rows, passes = (own - first) // steps, own - qkv, 1
+        first = _named(matrices, ("layer.",))
+        step, rows, passes, every = (own - first) // steps, own - qkv, 1, qkv
     return HeadCosts(
         params=sum(p.numel() for p in head.parameters()),
         first=first,
         step=step,
-        train_all=qkv + entry + (first if isinstance(head, RecurrentHead) else 0),
+        train_all=every,
         train_rows=rows,
         frozen_rows=steps * frozen,
         attention=passes * attention,
-        kv=2 * config.num_key_value_heads * config.head_dim if isinstance(config, LayerConfig) else 0,
+        kv=networks * kv,
         steps=steps,
         draft_vocab=config.draft_vocab_size,
         hidden=config.hidden_size,
         teacher=not head.hard_labels,
+        attention_all=everywhere * attention,
     )
+
+
+_PROJECTIONS = ("layer.q_", "layer.k_", "layer.v_", "layer.kv_")
+"""Beginnings of the matrices that make queries, keys and values."""
+
+
+def _met(head: DraftHead) -> dict[str, int]:
+    """Numbers of each matrix that a row multiplies, by name: of a stack of experts top_k of `count`."""
+    shares = {2: (1, 1)}
+    if isinstance(head.config, MtpConfig) and head.config.mlp["kind"] == "experts":
+        shares[3] = (head.config.mlp["top_k"], head.config.mlp["count"])
+    found = {name: (p.numel(), *shares[p.ndim]) for name, p in head.named_parameters() if p.ndim in shares}
+    return {name: numbers * k // count for name, (numbers, k, count) in found.items()}
+
+
+def _named(matrices: Mapping[str, int], beginnings: tuple[str, ...]) -> int:
+    """Numbers in the matrices whose names begin so."""
+    return sum(n for name, n in matrices.items() if name.startswith(beginnings))

@@ -33,6 +33,7 @@ from ..errors import DraftsmithError
 from .base import Batch, TargetParts, Unrolled
 from .config import HeadConfig, LayerConfig, layer_values, require, target_values
 from .layer import DecoderLayer, RecurrentHead
+from .readout import TargetReadout
 from .registry import Family
 from .vocab import DraftVocab
 
@@ -105,12 +106,10 @@ def eagle1_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eag
     return Eagle1Config.from_dict(values, "eagle1 config")
 
 
-class Eagle1Head(RecurrentHead):
+class Eagle1Head(TargetReadout, RecurrentHead):
     """The network; see the module's formulas."""
 
     config: Eagle1Config
-    lm_head: nn.Linear
-    """The target's rows of the draft vocabulary; exists after `attach`."""
 
     def __init__(self, config: HeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -140,12 +139,6 @@ class Eagle1Head(RecurrentHead):
         self.fc.weight[:, width:].copy_(0.1 * torch.eye(width))
         return "start: a layer that adds nothing; output rows are the target's and stay"
 
-    def attach(self, parts: TargetParts) -> None:
-        """See DraftHead: the output rows."""
-        rows = self.output_weight(parts)
-        self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
-
     def fuse(self, features: Tensor) -> Tensor:
         """The target's feature as it is."""
         return features
@@ -158,16 +151,6 @@ class Eagle1Head(RecurrentHead):
     def leave(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The predicted feature is read out and recycled as it is."""
         return state, state
-
-    def output_weight(self, parts: TargetParts) -> Tensor:
-        """The target's rows of the draft vocabulary (ids ascend: a full one is the target's weight itself)."""
-        rows = parts.lm_head
-        return rows if len(self.vocab) == len(rows) else rows[self.target_ids]
-
-    def logits(self, readout: Tensor) -> Tensor:
-        """Of the attached rows."""
-        out: Tensor = self.lm_head(readout)
-        return out
 
     def noisy(self, inputs: Tensor, batch: Batch) -> Tensor:
         """Features with noise from U(-noise, noise), drawn from the batch's seed (section 4.1)."""

@@ -2,17 +2,18 @@
 
     g_j   = fc[state_k1; state_k2; state_k3]_j                      fused target features
     x_j   = [input_norm(E(t_{j+1+s})); hidden_norm(h)]              h = g_j at step 0, a_j of step s-1 after
-    u     = h + attention(x_j)                                      q, k, v map 2H; the residual is the un-normed h
+    u     = r + attention(x_j)                                      q, k, v map 2H; the residual r is the un-normed h
     a_j   = u + mlp(post_attention_norm(u))                         recycled before the norm
     q_j   = softmax(lm_head(norm(a_j)))                             over the draft vocabulary
 
 Positions and masks of the unrolled steps ("training-time test"): see layer.py.
+With `norm_before_residual`, which vLLM and speculators know, r = hidden_norm(h).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +31,20 @@ _FIXED: dict[str, Any] = {
     "recycled": "pre_norm",
     "concat_order": "embed_first",
     "input_norms": {"embed": "rms", "hidden": "rms"},
-    "norm_before_residual": False,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """EAGLE-3 has nothing beyond a layer; the residual at the layer's input is always the un-normed state."""
+    """EAGLE-3 has nothing beyond a layer but the choice of the residual at its input."""
 
+    fixed: ClassVar[dict[str, Any]] = _FIXED
     norm_before_residual: bool = False
+    """The residual is the normed hidden state, half of what attention reads; else the un-normed one, as published."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, _FIXED)
+        require(self, self.fixed)
 
 
 def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eagle3Config:
@@ -52,7 +54,7 @@ def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eag
         target_config: shapes, rope and norm epsilon are taken from it.
         vocab: the draft vocabulary.
         identity: target_id, target_revision, target_fingerprint, chat_template_sha256, trained_length, and optionally
-            layer_ids, steps, step_decay and shapes that should differ from the target's.
+            layer_ids, steps, step_decay, norm_before_residual and shapes that should differ from the target's.
     """
     values: dict[str, Any] = {
         "family": "eagle3",
@@ -70,6 +72,8 @@ def eagle3_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eag
 class Eagle3Head(RecurrentHead):
     """The network; see the module's formulas."""
 
+    config: Eagle3Config
+
     def __init__(self, config: HeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
         c = self.config
@@ -86,7 +90,8 @@ class Eagle3Head(RecurrentHead):
 
         The last layer's attention fills the hidden half of q, k and v. The fusion hands on the last aux state, scaled
         down: undiminished, the residual would begin by predicting t[j+1], which the row already reads. On the default
-        target this reaches in 40k tokens 1.6 x the first-draft accuracy of random matrices.
+        target this reaches in 40k tokens 1.6 x the first-draft accuracy of random matrices. (With
+        `norm_before_residual` the norm undoes the scaling; how such a head starts best is not measured.)
         """
         h = self.config.hidden_size
         for module in self.modules():
@@ -107,10 +112,11 @@ class Eagle3Head(RecurrentHead):
         return fused
 
     def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Both inputs normed, side by side; the residual is the un-normed state."""
+        """Both inputs normed, side by side; the residual is the state, normed where the config says so."""
         eps = self.config.rms_norm_eps
-        x = torch.cat((rms_norm(embeds, self.input_layernorm, eps), rms_norm(hidden, self.hidden_norm, eps)), -1)
-        return x, hidden
+        normed = rms_norm(hidden, self.hidden_norm, eps)
+        x = torch.cat((rms_norm(embeds, self.input_layernorm, eps), normed), -1)
+        return x, normed if self.config.norm_before_residual else hidden
 
     def leave(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The normed state is read out, the un-normed one recycled."""

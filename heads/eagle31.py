@@ -13,14 +13,14 @@ engines call the two changes `fc_norm` and `norm_output`). Everything else is EA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .base import TargetParts, rms_norm
-from .config import HeadConfig, LayerConfig, default_layer_ids, layer_values, require, target_values
-from .eagle3 import Eagle3Head
+from .config import HeadConfig, default_layer_ids, layer_values, target_values
+from .eagle3 import Eagle3Config, Eagle3Head
 from .registry import Family
 from .vocab import DraftVocab
 
@@ -38,22 +38,18 @@ _FIXED: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle31Config(LayerConfig):
+class Eagle31Config(Eagle3Config):
     """EAGLE-3's, with the engines' names of what differs."""
 
-    norm_before_residual: bool = False
+    fixed: ClassVar[dict[str, Any]] = _FIXED
     fc_norm: bool = True
     """Every captured state has a norm of its own before the fusion."""
     norm_output: bool = True
     """The state is recycled after the final norm."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, _FIXED)
-
 
 def eagle31_config(target_config: Any, vocab: DraftVocab, **identity: Any) -> Eagle31Config:
-    """Derive a head's config from its target's; arguments and defaults are those of `eagle3_config`."""
+    """Derive a head's config from its target's; arguments and defaults are `eagle3_config`'s, but for the residual."""
     values: dict[str, Any] = {
         "family": "eagle31",
         **_FIXED,

@@ -13,7 +13,7 @@ At step s row j stands at rope position j + s and attends to the step-0 keys of 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,25 +32,33 @@ from .vocab import DraftVocab
 class DecoderLayer(nn.Module):
     """Attention and MLP of a Llama layer; what it reads and its residual come from outside.
 
+    Other attentions derive from it (`blocks.py`); another MLP is handed in.
+
     Args:
         config: the layer's shapes.
         width: of what attention reads.
+        mlp: in the place of the gated MLP, [..., H] to [..., H].
+
+    Attributes:
+        rotary: how many numbers of a head's are rotated.
+        gate_proj, up_proj, down_proj, act: the gated MLP's, where no other is handed in.
     """
 
-    def __init__(self, config: LayerConfig, width: int) -> None:
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+    act: Callable[[Tensor], Tensor]
+
+    def __init__(self, config: LayerConfig, width: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
         c = self.config = config
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = nn.Linear(width, q, bias=False)
-        self.k_proj = nn.Linear(width, kv, bias=False)
-        self.v_proj = nn.Linear(width, kv, bias=False)
-        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
+        self.rotary = c.head_dim
+        self.add_attention(width)
         self.post_attention_layernorm = nn.Parameter(torch.ones(c.hidden_size))
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-        self.act = _activation(c.hidden_act)
-        inv_freq, self.rope_scaling = _rope(c)
+        self.mlp = mlp
+        if mlp is None:
+            add_gated_mlp(self, c.hidden_size, c.intermediate_size, activation(c.hidden_act))
+        inv_freq, self.rope_scaling = _rope(c, self.rotary)
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
@@ -61,22 +69,48 @@ class DecoderLayer(nn.Module):
         self.inv_freq = kept.to(self.inv_freq.device, torch.promote_types(self.inv_freq.dtype, torch.float32))
         return self
 
+    def add_attention(self, width: int) -> None:
+        """Make what attention multiplies by."""
+        c = self.config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = nn.Linear(width, q, bias=False)
+        self.k_proj = nn.Linear(width, kv, bias=False)
+        self.v_proj = nn.Linear(width, kv, bias=False)
+        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [..., 1, rotary] of positions [...]."""
+        angle = positions[..., None].to(self.inv_freq.dtype) * self.inv_freq
+        cos = (torch.cat((angle, angle), -1).cos() * self.rope_scaling).to(dtype).unsqueeze(-2)
+        sin = (torch.cat((angle, angle), -1).sin() * self.rope_scaling).to(dtype).unsqueeze(-2)
+        return cos, sin
+
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project rows [..., W] to rotated q [..., Hq, D], k [..., Hk, D] and v [..., Hk, D]."""
         c = self.config
-        angle = positions[..., None].to(self.inv_freq.dtype) * self.inv_freq
-        cos = (torch.cat((angle, angle), -1).cos() * self.rope_scaling).to(x.dtype).unsqueeze(-2)
-        sin = (torch.cat((angle, angle), -1).sin() * self.rope_scaling).to(x.dtype).unsqueeze(-2)
+        cos, sin = self.angles(positions, x.dtype)
         q = self.q_proj(x).unflatten(-1, (c.num_attention_heads, c.head_dim))
         k = self.k_proj(x).unflatten(-1, (c.num_key_value_heads, c.head_dim))
         v = self.v_proj(x).unflatten(-1, (c.num_key_value_heads, c.head_dim))
-        return q * cos + _rotate(q) * sin, k * cos + _rotate(k) * sin, v
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def gated(self, attended: Tensor, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """What attention gives [R, Hq*D] after the layer's gate, where it has one.
+
+        Args:
+            x: [R, W] what attention read; rows: [R] its rows that attended, where x has more.
+        """
+        return attended
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residuals and MLP: residual [..., H] and attended [..., Hq*D] to [..., H]."""
         u = residual + self.o_proj(attended)
-        x = rms_norm(u, self.post_attention_layernorm, self.config.rms_norm_eps)
-        return u + self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return u + self.feed_forward(rms_norm(u, self.post_attention_layernorm, self.config.rms_norm_eps))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The MLP, [..., H] to [..., H]."""
+        out: Tensor = gated_mlp(self, x) if self.mlp is None else self.mlp(x)
+        return out
 
     def new_cache(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Cache:
         """Allocate K/V for `batch` sequences of up to `capacity` rows, drafts included."""
@@ -109,10 +143,10 @@ class DecoderLayer(nn.Module):
         if valid is None:
             cache.drafted += m
         else:
-            attended, residual = last_valid(attended, valid), last_valid(residual, valid)
+            attended, residual, x = (last_valid(y, valid) for y in (attended, residual, x))
             cache.lengths[:b] += valid
             cache.longest += m
-        return self.finish(residual, attended)
+        return self.finish(residual, self.gated(attended, x))
 
     def start_from(self, layer: dict[str, Tensor], columns: slice, extra: dict[str, Tensor] | None = None) -> str:
         """Copy a target's decoder layer.
@@ -195,7 +229,7 @@ class RecurrentHead(DraftHead, abc.ABC):
         layout = lay_out(batch, rows)
         weight = self.output_weight(parts)
         inputs = self.noisy(self.inputs(batch.features, batch.last, parts), batch)
-        hidden = self.fuse(inputs.to(self.layer.q_proj.weight.dtype))
+        hidden = self.fuse(inputs.to(self.layer.post_attention_layernorm.dtype))
         keys: tuple[Tensor, ...] = ()
         values: tuple[Tensor, ...] = ()
         for _ in range(steps):
@@ -234,8 +268,9 @@ class RecurrentHead(DraftHead, abc.ABC):
         q, k, v = self.layer.project(x, batch.positions[read] + s)
         if s == 0:
             q, residual = q[rows], residual[rows]
-        attended = attend(q, (*keys, k), (*values, v), layout)
-        readout, recycled = self.leave(self.layer.finish(residual, attended.flatten(-2)))
+        attended = attend(q, (*keys, k), (*values, v), layout).flatten(-2)
+        attended = self.layer.gated(attended, x, rows if s == 0 else None)
+        readout, recycled = self.leave(self.layer.finish(residual, attended))
         return readout, recycled, k, v
 
     def new_cache(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Cache:
@@ -261,6 +296,20 @@ class RecurrentHead(DraftHead, abc.ABC):
         return self.logits(readout), recycled
 
 
+def add_gated_mlp(module: Any, hidden: int, inner: int, act: Callable[[Tensor], Tensor]) -> None:
+    """Give a module the weights of `gated_mlp`: hidden H, inner width, the function."""
+    module.gate_proj = nn.Linear(hidden, inner, bias=False)
+    module.up_proj = nn.Linear(hidden, inner, bias=False)
+    module.down_proj = nn.Linear(inner, hidden, bias=False)
+    module.act = act
+
+
+def gated_mlp(module: Any, x: Tensor) -> Tensor:
+    """down(act(gate x) * up x), [..., H] to [..., H], with a module's weights."""
+    out: Tensor = module.down_proj(module.act(module.gate_proj(x)) * module.up_proj(x))
+    return out
+
+
 def last_valid(x: Tensor, valid: Tensor) -> Tensor:
     """Row valid - 1 of each sequence: [B, 1, W] of x [B, M, W]."""
     return x.gather(1, (valid - 1)[:, None, None].expand(-1, 1, x.shape[-1]))
@@ -271,27 +320,33 @@ def read_embeds(batch: Batch, parts: TargetParts, rows: Tensor, step: int, like:
     return parts.embed[batch.tokens[inside(alignment.input_index(rows, step), batch)]].to(like.dtype)
 
 
-def _activation(name: str) -> Any:
+def activation(name: str) -> Any:
+    """The function that a config's `hidden_act` names; raises DraftsmithError for an unknown one."""
     table = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     }
     if name not in table:
-        raise DraftsmithError(f"hidden_act {name!r} is unknown; there are {', '.join(table)}")
+        raise DraftsmithError(
+            f"hidden_act {name!r} is unknown; there are {', '.join(table)}. A head without a layer of its own, such as "
+            "medusa1, needs none"
+        )
     return table[name]
 
 
-def _rope(c: LayerConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] and attention scaling: the target's full-attention rope on the head's head_dim."""
+def _rope(c: LayerConfig, dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim/2] and attention scaling: the target's full-attention rope on `dim` numbers a head."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = LlamaConfig(
         hidden_size=c.hidden_size,
         num_attention_heads=c.num_attention_heads,
-        head_dim=c.head_dim,
+        head_dim=dim,
         max_position_embeddings=c.max_position_embeddings,
         rope_parameters=dict(c.rope),
     )
@@ -299,9 +354,12 @@ def _rope(c: LayerConfig) -> tuple[Tensor, float]:
     return rotary.inv_freq.detach().clone().float(), float(rotary.attention_scaling)
 
 
-def _rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., D] by angles [..., D]: number i and i + D/2 are a pair."""
     a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
 
 
-__all__ = ["DecoderLayer", "RecurrentHead", "last_valid", "read_embeds"]
+__all__ = [
+    "DecoderLayer", "RecurrentHead", "activation", "add_gated_mlp", "gated_mlp", "last_valid", "read_embeds", "rotate",
+]  # fmt: skip

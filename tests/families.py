@@ -16,8 +16,10 @@ import reference_eagle3
 import reference_eagle31
 import reference_hydra
 import reference_medusa
+import reference_mtp
 import torch
 from mistakes import EAGLE1, EAGLE3, EAGLE31, HYDRA, MEDUSA, Controls
+from mistakes_mtp import MTP
 from reference import Document
 from torch import Tensor
 
@@ -86,6 +88,7 @@ FAMILIES: dict[str, FamilyTests] = {
             "mha-linear": {"num_key_value_heads": 4, "rope": LINEAR, "head_dim": 6},
             "mqa-llama3": {"num_key_value_heads": 1, "rope": LLAMA3},
             "yarn": {"rope": YARN, "layer_ids": [1, 5]},
+            "normed-residual": {"norm_before_residual": True},
         },
         reference_eagle3,
         EAGLE3,
@@ -148,6 +151,40 @@ FAMILIES: dict[str, FamilyTests] = {
         {"one-block": {}},
         reference_medusa,
         MEDUSA,
+    ),
+    "mtp": FamilyTests(
+        {
+            "objective": "token",
+            "layer_ids": [],
+            "last_state": "post",
+            "recycled": "post_norm",
+            "concat_order": "embed_first",
+            "input_norms": {"embed": "rms", "hidden": "rms"},
+            "modules": 1,
+            "step_weights": [],
+        },
+        {
+            "gqa": {},
+            "mha-linear": {"num_key_value_heads": 4, "rope": LINEAR, "head_dim": 6, "recycled": "pre_norm"},
+            "mqa-llama3": {
+                "num_key_value_heads": 1,
+                "rope": LLAMA3,
+                "concat_order": "hidden_first",
+                "last_state": "pre",
+            },
+            "modules": {"modules": 4},
+            "modules-yarn": {
+                "modules": 3,
+                "steps": 3,
+                "num_key_value_heads": 1,
+                "rope": YARN,
+                "concat_order": "hidden_first",
+                "last_state": "pre",
+                "recycled": "pre_norm",
+            },
+        },
+        reference_mtp,
+        MTP,
     ),
 }
 CASES = [(family, variant) for family, tests in FAMILIES.items() for variant in tests.variants]

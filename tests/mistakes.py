@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.eval.decoder.drafters.network import HeadDrafter
-from draftsmith.heads import alignment, hydra, layer, unrolled
+from draftsmith.heads import alignment, hydra, layer, mtp, unrolled
 from draftsmith.heads.base import DraftHead, TargetParts, rms_norm
 from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle3 import Eagle3Head
@@ -108,7 +108,7 @@ def one_document(patch: Patch) -> None:
     def joined(batch: Any, rows: Any) -> Any:
         return lay_out(dataclasses.replace(batch, documents=torch.zeros_like(batch.documents)), rows)
 
-    for module in (layer, hydra):
+    for module in (layer, hydra, mtp):
         patch.setattr(module, "lay_out", joined)
 
 
@@ -218,6 +218,17 @@ def post_norm_recycled(patch: Patch) -> None:
     patch.setattr(Eagle3Head, "leave", lambda self, state: (leave(self, state)[0],) * 2)
 
 
+def normed_residual(patch: Patch) -> None:
+    """EAGLE-3: what `norm_before_residual` asks for, unasked."""
+    enter = Eagle3Head.enter
+
+    def normed(self: Any, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = enter(self, embeds, hidden)
+        return x, x[..., hidden.shape[-1] :]
+
+    patch.setattr(Eagle3Head, "enter", normed)
+
+
 def pre_norm_recycled(patch: Patch) -> None:
     """EAGLE-3.1: what 3 does."""
     patch.setattr(Eagle31Head, "leave", Eagle3Head.leave)
@@ -324,6 +335,7 @@ EAGLE3: Controls = {
     detached_steps: ("gradients",),
     swapped_norms: ("losses", "gradients", "train_decode", "drafts"),
     post_norm_recycled: ("losses", "train_decode", "drafts"),
+    normed_residual: ("losses", "train_decode", "drafts"),
 }
 EAGLE31: Controls = {
     **RECURRENT,

@@ -1,4 +1,7 @@
-"""EAGLE-3 written out densely in fp64: the oracle for `heads/eagle3.py`, from arXiv 2503.01840, section 3, alone."""
+"""EAGLE-3 written out densely in fp64: the oracle for `heads/eagle3.py`, from arXiv 2503.01840, section 3, alone.
+
+`norm_before_residual` is vLLM's and speculators' option: the decoder layer adds to the normed hidden state.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,11 @@ def enter(p: Weights, c: Any, embed: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat(
         (norm(embed, p["input_layernorm"], c.rms_norm_eps), norm(hidden, p["hidden_norm"], c.rms_norm_eps))
     )
+
+
+def residual(p: Weights, c: Any, hidden: Tensor) -> Tensor:
+    """What the layer's attention is added to."""
+    return norm(hidden, p["hidden_norm"], c.rms_norm_eps) if c.norm_before_residual else hidden
 
 
 def read_out(p: Weights, c: Any, a: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def unroll(p: Weights, c: Any, doc: Document, parts: Any, ids: list[int]) -> lis
         for j in rows:
             visible = [x for x in seen if (x[0] == 0 and x[1] <= j) or (x[0] > 0 and x[1] == j)]
             attended = attend(c, queries[j], torch.stack([x[2] for x in visible]), torch.stack([x[3] for x in visible]))
-            recycled[j] = finish(p, c, hidden[j], attended, "layer.")
+            recycled[j] = finish(p, c, residual(p, c, hidden[j]), attended, "layer.")
             logits[j] = read_out(p, c, recycled[j])
         hidden = recycled
         out.append(logits)
@@ -65,6 +73,7 @@ def draft(p: Weights, c: Any, doc: Document, parts: Any, ids: list[int], row: in
             q, k, v = project(p, c, x, len(keys), rope, "layer.")
             keys.append(k)
             values.append(v)
-        hidden = finish(p, c, hidden, attend(c, q, torch.stack(keys), torch.stack(values)), "layer.")
+        attended = attend(c, q, torch.stack(keys), torch.stack(values))
+        hidden = finish(p, c, residual(p, c, hidden), attended, "layer.")
         out.append(read_out(p, c, hidden))
     return out

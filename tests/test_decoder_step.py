@@ -187,7 +187,6 @@ def test_chains_across_a_block_border_have_the_bits_of_plain_decoding(tmp_path: 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-_PREFIX, _NODES = 32 * 1024, 64
 _MEMORY_PROGRAM = """
 import sys, torch
 sys.path.insert(0, {tests!r})
@@ -224,9 +223,10 @@ print((kib("VmHWM") - before) * 1024)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("prefix", [12288, pytest.param(32768, marks=pytest.mark.gate)])
 @pytest.mark.parametrize("head", [False, True])
-def test_a_long_prefix_needs_little_more_than_its_cache(tmp_path: Path, head: bool) -> None:
-    """32k tokens and a 64-node tree: at most 20 % above the K/V themselves, in a process of its own.
+def test_a_long_prefix_needs_little_more_than_its_cache(tmp_path: Path, head: bool, prefix: int) -> None:
+    """A long prompt and a 64-node tree: at most 10 % and 8 MiB above the K/V themselves, in a process of its own.
 
     With a head: its K/V and the states that it reads of the prompt are needed, too.
     """
@@ -236,14 +236,14 @@ def test_a_long_prefix_needs_little_more_than_its_cache(tmp_path: Path, head: bo
 
     layers, heads, dim, hidden = 4, 1, 128, 64
     folder = make_tiny_target(tmp_path / "t", layers=layers, hidden=hidden, heads=2, kv_heads=heads, head_dim=dim,
-                              positions=2 * _PREFIX)  # fmt: skip
-    program = _MEMORY_PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), prefix=_PREFIX, head=head)
+                              positions=2 * prefix)  # fmt: skip
+    program = _MEMORY_PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), prefix=prefix, head=head)
     out = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert out.returncode == 0, out.stderr
     values = 2 * layers * heads * dim + (2 * 2 * 16 + 3 * hidden if head else 0)
-    needed = values * 4 * (_PREFIX + 512)
+    needed = values * 4 * (prefix + 512)
     used = int(out.stdout.split()[-1])
     print(f"{used / needed:.3f} of the cache")
-    assert 0.9 * needed <= used <= 1.2 * needed, f"{used / needed:.3f} of the cache"
+    assert 0.9 * needed <= used <= 1.1 * needed + 2**23, f"{used / needed:.3f} of the cache"

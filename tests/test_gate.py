@@ -26,7 +26,7 @@ def source() -> Path:
 
 _TRAIN = {
     "steps": 100, "token_budget": 4096, "lr_matrix": 0.02, "lr_other": 0.002, "weight_decay": 0.0, "warmup": 5,
-    "dtype": "float32", "validate_every": 100, "save_every": 100,
+    "dtype": "float32", "validate_every": 100, "save_every": 100, "wandb": False,
 }  # fmt: skip
 # By head: what of its YAML differs here, beside `_TRAIN` and as many steps as are drafted.
 GATES: dict[str, dict[str, Any]] = {
@@ -36,6 +36,7 @@ GATES: dict[str, dict[str, Any]] = {
     "hass": {"head": {"options": {"noise": 0.0}}, "train": {"lr_matrix": 0.008}},
     "medusa1": {},
     "hydra": {"train": {"steps": 60, "validate_every": 60, "save_every": 60}},
+    "mtp": {"train": {"steps": 60, "validate_every": 60, "save_every": 60}},
     "medusa2": {  # a joint step runs the target three times over
         "head": {"options": {"heads_first": 0.85}},
         "train": {"steps": 60, "validate_every": 60, "save_every": 60},
@@ -89,7 +90,7 @@ def test_the_default_target_is_learned_by_heart(
     )
     started = time.monotonic()
     place: dict[str, Any] = {"location": str(source), "revision": None, "features": features}
-    done = train_stage(recipe, folder=tmp_path / "train", wandb=False, **place)
+    done = train_stage(recipe, folder=tmp_path / "train", **place)
     seconds = time.monotonic() - started
     head = load_head(Path(done["checkpoint"]))
     adapter = Path(done["checkpoint"]) / FOLDER

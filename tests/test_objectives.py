@@ -114,7 +114,7 @@ def check_mix(problem: Problem, mix: dict[str, float], scales: list[float] | Non
 
 @pytest.fixture(params=[1, 3, 1000])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "rows_per_chunk", lambda vocabulary: request.param)
+    monkeypatch.setattr(losses, "rows_per_chunk", lambda *_: request.param)
 
 
 @pytest.mark.usefixtures("chunk")
@@ -346,7 +346,7 @@ def test_feature_losses_stay() -> None:
 
 
 def test_the_teacher_is_asked_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "rows_per_chunk", lambda vocabulary: 5)
+    monkeypatch.setattr(losses, "rows_per_chunk", lambda *_: 5)
     problem = make_problem()
     asked: list[int] = []
     own = HiddenTeacher.probabilities

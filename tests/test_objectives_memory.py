@@ -58,7 +58,7 @@ def peak_bytes(rows: int, steps: int, scales: list[float] | None, mix: dict[str,
 @pytest.mark.parametrize("mix", [{"soft_ce": 1.0}, MIX], ids=["soft_ce", "mix"])
 def test_memory_does_not_grow_with_rows(mix: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and probabilities are a chunk's; what grows are a row's readouts: 3 W numbers and 3 integers at most."""
-    monkeypatch.setattr(losses, "rows_per_chunk", lambda vocabulary: 64)
+    monkeypatch.setattr(losses, "rows_per_chunk", lambda *_: 64)
     few, _ = peak_bytes(128, 2, None, mix)
     many, _ = peak_bytes(1024, 2, None, mix)
     row = 2 * (3 * 4 * 4 + 3 * 8)

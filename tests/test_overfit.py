@@ -20,7 +20,8 @@ _TRAIN = {
     "steps": 80, "token_budget": 700, "lr_matrix": 0.04, "lr_other": 0.02, "weight_decay": 0.0, "dtype": "float32",
     "warmup": 2, "seed": 1, "validate_every": 80,
 }  # fmt: skip
-# By head: what of its YAML differs here, beside `_TRAIN` and as many steps as are drafted.
+# By head (what follows a plus is another form of it): what of its YAML differs here, beside `_TRAIN` and as many steps
+# as are drafted.
 GATES: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3.1": {},
@@ -28,6 +29,8 @@ GATES: dict[str, dict[str, Any]] = {
     "hass": {},
     "medusa1": {},
     "hydra": {"train": {"steps": 40, "lr_matrix": 0.02, "lr_other": 0.01}},
+    "mtp": {"train": {"steps": 40}},
+    "mtp+modules": {"head": {"options": {"modules": DEPTH}}, "train": {"steps": 40}},
 }
 
 
@@ -39,8 +42,13 @@ def store(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_family_has_a_gate() -> None:
     """That of heads which are trained together with their target: test_medusa2_runs.py."""
     families = {name for name in family_names() if not issubclass(head_family(name).config, TunedConfig)}
-    assert {load_head_recipe(name).head.family for name in GATES} == families
-    assert set(GATES) <= set(head_names())
+    names = {_file(name) for name in GATES}
+    assert {load_head_recipe(name).head.family for name in names} == families
+    assert names <= set(head_names())
+
+
+def _file(name: str) -> str:
+    return name.partition("+")[0]
 
 
 def fitted(name: str, store: Path, folder: Path, out: Path) -> tuple[Any, Any, Any]:
@@ -52,7 +60,7 @@ def fitted(name: str, store: Path, folder: Path, out: Path) -> tuple[Any, Any, A
 
     own = GATES[name]
     recipe = load_head_recipe(
-        name,
+        _file(name),
         {
             "head": {"steps": DEPTH, "draft_vocab_size": 320, **own.get("head", {})},
             "train": {**_TRAIN, **own.get("train", {})},

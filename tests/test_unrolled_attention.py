@@ -311,7 +311,7 @@ def test_steps_share_the_keys_that_backward_needs() -> None:
 
 # --- checkpointing ----------------------------------------------------------------------------------------------------
 
-RECURRENT = ["eagle1", "eagle3", "eagle31"]
+RECURRENT = ["eagle1", "eagle3", "eagle31", "mtp"]
 
 
 @pytest.mark.parametrize("family", RECURRENT)

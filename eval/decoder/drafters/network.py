@@ -117,7 +117,8 @@ class HeadDrafter(NetworkDrafter):
         one = slice(slot, slot + 1)
         n = len(aux)
         self.cache.lengths[slot] = 0
-        view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one])
+        pending = None if self.cache.pending is None else self.cache.pending[one]
+        view = Cache(self.cache.keys[one], self.cache.values[one], self.cache.lengths[one], pending=pending)
         config = self.head.config
         masks = config.num_attention_heads // config.num_key_value_heads if isinstance(config, LayerConfig) else 1
         rows = max(1, min(_MOST_ROWS, _MOST_MASK // (masks * n)))
@@ -159,8 +160,10 @@ class HeadDrafter(NetworkDrafter):
     def release(self, slot: int, last: int) -> None:
         """See Drafter."""
         if slot != last:
-            for x in (self.cache.keys, self.cache.values, self.cache.lengths, self.logits, self.state):
-                x[slot] = x[last]
+            cache = self.cache
+            for x in (cache.keys, cache.values, cache.lengths, cache.pending, self.logits, self.state):
+                if x is not None:
+                    x[slot] = x[last]
 
     def _run(
         self, cache: Cache, tokens: Tensor, hidden: Tensor, positions: Tensor, valid: Tensor | None,

@@ -1,0 +1,1 @@
+"""Heads as other tools write them: what each layout is called, holds and means."""
