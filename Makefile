@@ -12,7 +12,8 @@ export TOKENIZERS_PARALLELISM := false
 # only variables that are set are passed on; the defaults are the command line's
 model_flag = $(if $(MODEL),--model "$(MODEL)")
 run_flags = $(model_flag) $(if $(HEAD),--head "$(HEAD)") $(if $(RUN),--run "$(RUN)")
-train_flags = $(run_flags) $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--data "$(DATA)") \
+train_flags = $(run_flags) $(if $(HEAD_INIT),--head-init "$(HEAD_INIT)") \
+	$(if $(RECIPE),--recipe "$(RECIPE)") $(if $(DATA),--data "$(DATA)") \
 	$(if $(ANSWERS),--answers "$(ANSWERS)") $(if $(SERVER),--server "$(SERVER)") $(if $(MODE),--mode "$(MODE)") \
 	$(if $(MINUTES),--minutes "$(MINUTES)") $(if $(GPUS),--gpus "$(GPUS)") $(if $(NNODES),--nnodes "$(NNODES)") \
 	$(if $(NODE_RANK),--node-rank "$(NODE_RANK)") $(if $(MASTER),--master "$(MASTER)")
@@ -30,6 +31,7 @@ help: ## show this
 	@echo "MINUTES of each head's training, GPUS):"
 	@echo "  MODEL       a short name (configs/models/), a hub id or a folder   [smollm2-135m]"
 	@echo "  HEAD        the kind of draft head (configs/heads/)                [eagle3]"
+	@echo "  HEAD_INIT   a trained head to start from: checkpoint or run folder, hub id, native [the head's own start]"
 	@echo "  RECIPE      where prompts come from: configs/recipes/, or a .yaml   [the model's own]"
 	@echo "  DATA        your own conversations (file, folder), hf:DATASET, or a name from configs/sources.yaml"
 	@echo "  ANSWERS     whose answers to train on: target, dataset             [what the time allows]"
@@ -69,7 +71,7 @@ lint: setup ## formatting, style, types, import floors
 	MYPYPATH=.venv/link $(BIN)/mypy scripts
 	PYTHONPATH=.venv/link $(BIN)/lint-imports
 
-bench: setup ## measure: make bench BENCH=decoder (against transformers.generate, a quarter of an hour), BENCH=data
+bench: setup ## measure: make bench BENCH=decoder (against transformers.generate, a quarter of an hour), data or train
 	@$(BIN)/draftsmith bench $(or $(BENCH),decoder) $(model_flag)
 
 gate: setup ## overfit the default target: the gate for changes to training or decoding (minutes)

@@ -155,7 +155,10 @@ def _plan(command: str, values: dict[str, Any]) -> None:
     as_json, file, overrides = values.pop("json_"), values.pop("config"), values.pop("overrides") or []
     names = {"planned_gpus": "gpus", "counted": "data"}
     given = {names.get(name, name): value for name, value in values.items() if value is not None}
-    recipe = given.pop("recipe", None)
+    recipe, run = given.pop("recipe", None), given.pop("check", None)
+    if run is not None:
+        _plan_check(run, as_json, {**given, **dict.fromkeys(overrides)}, file or recipe)
+        return
     with stdout_as_stderr() as out:
         from .eval.report.plan import print_plan
         from .plan import PlanSettings, plan
@@ -170,6 +173,21 @@ def _plan(command: str, values: dict[str, Any]) -> None:
             out.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
             return
     print_plan(found)
+
+
+def _plan_check(run: Path, as_json: bool, given: dict[str, Any], config: Any) -> None:
+    """What a finished run's plan would have said, beside what it measured."""
+    if config or (more := sorted(set(given) - {"model", "hardware"})):
+        raise DraftsmithError(
+            f"plan --check {run} takes all it needs from the run's manifests; beside it only --model (where the folder "
+            f"above isn't its name) and --hardware can be given, not {'a recipe or config' if config else more[0]}"
+        )
+    with stdout_as_stderr() as out:
+        from .eval.report.plan import check_lines
+        from .plan import check_against
+
+        lines = check_against(run, given.get("model"), given.get("hardware"))
+        out.write((json.dumps(lines, indent=2) if as_json else "\n".join(check_lines(lines))) + "\n")
 
 
 def _configuration(command: str, values: dict[str, Any], answers: str | None = None) -> RunConfig | None:
@@ -287,16 +305,18 @@ def _bench(command: str, values: dict[str, Any]) -> None:
     from .run_config import DEFAULT_MODEL
 
     with stdout_as_stderr():
-        from .eval.bench import figure_line, run_bench
+        from .eval.bench import BENCHES, figure_line, run_bench
+        from .train.bench_train import TRAIN_BENCH
 
-        path, result = run_bench(
-            values["bench"], values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or []
-        )
+        given = (values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or [])
+        path, result = run_bench(values["bench"], *given, {**BENCHES, "train": TRAIN_BENCH})
     if values["json_"]:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         return
     for name, figure in result["figures"].items():
         print(figure_line(name, figure))
+        for part, share in figure.get("where", {}).items():
+            print(f"    {part:30} {share:10.1%}")
     print(f"{result['spread']}\nwritten: {path}")
 
 

@@ -7,7 +7,6 @@ be skipped or continued. `record` (library versions, counts, seconds, memory) ne
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from .errors import DraftsmithError
 from .files import explain_os_errors, read_json, sha256_json, sweep, write_json
+from .memory import peak_rss_bytes
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
@@ -102,12 +102,6 @@ def _bring_back_or_set_aside(folder: Path, identity: dict[str, Any]) -> None:
 
 def _aside(folder: Path, identity: dict[str, Any]) -> Path:
     return folder.with_name(f"{folder.name}.{sha256_json(identity)[:8]}")
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process and of its finished children, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def library_versions() -> dict[str, str]:

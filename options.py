@@ -10,7 +10,10 @@ import typer
 # What an option takes, and its default. Every command has those that its row in COMMANDS names.
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "prompt": (Annotated[str, typer.Argument(help="What the user says; - reads standard input.")], "-"),
-    "bench": (Annotated[str, typer.Argument(help="What to measure: decoder or data.", metavar="[NAME]")], "decoder"),
+    "bench": (
+        Annotated[str, typer.Argument(help="What to measure: decoder, data or train.", metavar="[NAME]")],
+        "decoder",
+    ),
     "overrides": (
         Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, the same as --set.", metavar="[KEY=VALUE]...")],
         None,
@@ -20,6 +23,15 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "head": (Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")], None),
+    "head_init": (
+        Annotated[
+            str | None,
+            typer.Option(
+                help="A trained head to start from: a checkpoint or run folder, a hub id, or native (the target's own)."
+            ),
+        ],
+        None,
+    ),
     "recipe": (
         Annotated[
             str | None, typer.Option(help="Where prompts come from: a name, or a .yaml of yours.  [the target's own]")
@@ -94,6 +106,15 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "nodes": (Annotated[int | None, typer.Option(min=1, help="Machines.  [1]")], None),
     "planned_gpus": (Annotated[int | None, typer.Option("--gpus", min=1, help="Devices of a machine.  [1]")], None),
+    "check": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                help="A finished run (runs/MODEL/HEAD): compare what is predicted for it with what it measured."
+            ),
+        ],
+        None,
+    ),
     "disk_budget": (Annotated[str | None, typer.Option(help="Bytes for features, like 500GB.")], None),
     "gpu_memory": (Annotated[str | None, typer.Option(help="Bytes of a device, like 75GiB.  [its own]")], None),
     "tokens_per_s": (
@@ -211,16 +232,19 @@ SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 COMMANDS: dict[str, tuple[str, set[str]]] = {
     "run": (
         "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
-        {"minutes", "run", "mode", *_DEVICES, *_STAGE},
+        {"minutes", "run", "mode", "head_init", *_DEVICES, *_STAGE},
     ),
     "prepare": (
         "Turn a recipe or your own data into prompts for the target; --report and --show only look.",
         {"source", "report", "show", *_STAGE},
     ),
-    "regenerate": ("Let the target answer the prompts, and keep its states on the way.", {"minutes", "mode", *_STAGE}),
+    "regenerate": (
+        "Let the target answer the prompts, and keep its states on the way.",
+        {"minutes", "mode", "head_init", *_STAGE},
+    ),
     "collect": (
         "Compute the target's states for answers that have none yet, and count the tokens of the draft vocabulary.",
-        {"verify", "minutes", "mode", *_STAGE},
+        {"verify", "minutes", "mode", "head_init", *_STAGE},
     ),
     "vocab": (
         "Show what draft vocabularies cover of the answers, by source and script.",
@@ -229,12 +253,12 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     "plan": (
         "Say what a run needs before it starts: tokens, disk, memory, hours, and the speed-up to hope for.",
         {"overrides", "recipe", "config", "model", "head", "conversations", "tokens", "answer_share", "counted",
-         "epochs", "hardware", "planned_gpus",
+         "epochs", "hardware", "planned_gpus", "check",
          "nodes", "disk_budget", "gpu_memory", "tokens_per_s", "batch", "context", "alpha", "r", "json_"},
     ),
     "train": (
         "Train the head on collected features; here --minutes is the time of training alone.",
-        {"minutes", "run", "mode", *_DEVICES, *_STAGE},
+        {"minutes", "run", "mode", "head_init", *_DEVICES, *_STAGE},
     ),
     "eval": (
         "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",
@@ -254,7 +278,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
         {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "runs", "set_", "json_"},
     ),
     "bench": (
-        "Measure decoder (against transformers.generate) or data, in turns; writes RUNS/bench/NAME.json.",
+        "Measure decoder (against transformers.generate), data or train, in turns; writes RUNS/bench/NAME.json.",
         {"bench", "overrides", "model", "runs", "json_"},
     ),
 }  # fmt: skip

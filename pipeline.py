@@ -46,6 +46,7 @@ def run_all(config: RunConfig) -> dict[str, Any]:
     from .sizing import announce, choose_mode, whose_answers
 
     stages.check_trees(config)
+    run.check_start()
     shares = plan_minutes(config.minutes)
     planned = announce(run)
     run.answers = whose_answers(run, shares.regenerate, planned)
@@ -101,7 +102,7 @@ def _say_ready(run: Run, following: list[_DataStage], done: int) -> None:
     alone += ["collect"] if run.online else []
     names = [name for name, _ in following]
     write_json(run.folder / READY, {
-        "key": run_key(run), "answers": run.answers, "online": run.online,
+        "key": run_key(run), "answers": run.answers, "online": run.online, "head_init": run.head_init,
         "shared": [name for name in names if name not in alone], "stages": names, "done": names[:done],
     })  # fmt: skip
 
@@ -120,7 +121,7 @@ def _join(run: Run) -> dict[str, Any]:
     """On machines after the first: wait for the prompts that machine 0 makes in the shared folder, then do a share."""
     assert run.config.minutes is not None
     ready = _wait_for_machine_0(run, lambda said: True)
-    run.answers, run.online = ready["answers"], ready["online"]
+    run.answers, run.online, run.head_init = ready["answers"], ready["online"], ready["head_init"]
     shares = plan_minutes(run.config.minutes)
     for number, (name, work) in enumerate(_data_stages(run)):
         if name in ready["shared"]:
@@ -188,14 +189,14 @@ def run_key(run: Run) -> str:
     """Hash of all that a run depends on and that is cheap to read: configuration, target, data files, this code."""
     tree = {k: v for k, v in run.config.tree().items() if k not in ("runs", "gpus", "nnodes", "node_rank", "master")}
     source = dataclasses.asdict(run.source)
-    data = run.config.data
-    files = [] if data is None else [f for f in [data, *sorted(data.rglob("*"))] if f.is_file()]
+    init = None if run.config.head_init is None else Path(run.config.head_init)  # a hub id is no path that exists
+    files = [f for root in (run.config.data, init) if root for f in [root, *sorted(root.rglob("*"))] if f.is_file()]
     package = Path(__file__).parent
     code = [package / name for name in _FILES] + [f for d in _FOLDERS for f in sorted((package / d).rglob("*.py"))]
     return sha256_json({
         "config": tree,
         "source": source,
-        "data": [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
+        "files": [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
         "code": [sha256_file(f) for f in code],
     })  # fmt: skip
 
@@ -209,9 +210,16 @@ def _result(run: Run) -> dict[str, Any]:
     return {**report, "report": str(run.folder / REPORT), "page": str(run.folder / PAGE)}
 
 
+_FOR_HEAD = ("regenerate", "collect", "train")
+"""Commands that work for one head: the first of their processes looks at what it starts from, unless the process that
+started them has looked."""
+
+
 def _stage_command(name: str, work: Callable[[Run], Stage]) -> Callable[[RunConfig], dict[str, Any]]:
     def command(config: RunConfig) -> dict[str, Any]:
         run = Run(config)
+        if name in _FOR_HEAD and stages.launched_ranks()[0] == 0 and stages.COMMAND_VARIABLE not in os.environ:
+            run.check_start()
         with stages.measured(name):
             stage = work(run)
         if stage.manifest is None:  # rank 0 finishes it, this one has done its part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .data_recipes.recipe import recipe_folder
 from .files import probe_writable, read_json
 from .heads.resolve import TargetSource, require_reachable, resolve_target
-from .manifest import PLAN
+from .manifest import MANIFEST, PLAN
 from .progress import say
 from .run_config import RunConfig
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .data_recipes.candidates import Answers
     from .data_recipes.layout import TargetInfo
     from .heads.target import Target
+    from .train.settings import HeadRecipe
 
 
 class Run:
@@ -84,16 +85,54 @@ class Run:
 
         return TargetInfo.read(self.reached.location, self.reached.revision if not self.source.is_local else None)
 
+    @property
+    def recipe(self) -> HeadRecipe:
+        """The head's settings, and how it is trained."""
+        from .train.settings import HeadRecipe
+
+        return HeadRecipe(head=self.config.head_options, train=self.config.train)
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """Id and revision of the target as the head's config records them."""
+        return self.source.hub_id or self.source.name, self.reached.revision
+
+    @functools.cached_property
+    def head_init(self) -> str | None:
+        """The checkpoint that the head starts from; of a hub model at one commit in all stages and processes."""
+        if self.config.head_init is None:
+            return None
+        from .train.warm import pinned
+
+        return pinned(self.config.head_init, self.training)
+
     @functools.cached_property
     def layer_ids(self) -> tuple[int, ...]:
         """Aux layers that the head reads."""
-        from .heads.config import default_layer_ids
-        from .heads.target import resolve_folder
+        from .heads.config import stored_layer_ids
+        from .heads.loading import config_value
 
-        if self.config.head_options.layer_ids is not None:
-            return tuple(self.config.head_options.layer_ids)
-        values = read_json(resolve_folder(self.reached.location, self.hub_revision) / "config.json")
-        return tuple(default_layer_ids(values.get("text_config", values)["num_hidden_layers"]))
+        source, asked = self.head_init, self.config.head_options.layer_ids
+        if source is None and asked is not None:
+            return tuple(asked)
+        layers = config_value(self.reached.location, self.hub_revision, "num_hidden_layers")
+        if source is None:
+            return tuple(stored_layer_ids(layers, self.config.head_options.family))
+        from .train.warm import start_layer_ids
+
+        return tuple(start_layer_ids(source, self.training, asked, layers))
+
+    def check_start(self) -> None:
+        """Refuse a HEAD_INIT that doesn't fit, before any work is done; raises DraftsmithError.
+
+        Weights of another head, which are only decoded here, `stages.has_weights` compares.
+        """
+        decoded = self.config.weights_of is not None and (self.training / MANIFEST).exists()
+        if self.head_init is None or decoded:
+            return
+        from .train.stage import check_start
+
+        check_start(self.recipe, self.head_init, self.training, self.reached.location, self.hub_revision, self.names)
 
     @property
     def hub_revision(self) -> str | None:

@@ -113,6 +113,8 @@ class RunConfig(_Strict):
     weights_of: str | None = None
     """The head that is trained, where `head` is another way to decode it; follows from the head's file."""
     head_options: HeadSettings
+    head_init: str | None = None
+    """A checkpoint that the head starts from: a folder, a hub id, or "native"; see `train.warm.read_start`."""
     recipe: str
     """A name of `configs/recipes/`, the path of an own .yaml, or the data's own name."""
     recipe_state: str | None = None
@@ -179,6 +181,8 @@ def resolve(command: str, flags: Mapping[str, Any], file: Path | None, overrides
         own = plan_minutes(minutes).train if command == "run" else float(minutes)
         groups["train"] = {**limits, "minutes": round(own, 3)}
     _check_nodes(values)
+    if (init := values.get("head_init")) not in (None, "native") and Path(str(init)).expanduser().is_dir():
+        values["head_init"] = str(Path(str(init)).expanduser().resolve())  # processes and machines may start elsewhere
     recipe = load_head_recipe(str(name), {k: v for k, v in groups.items() if v})
     if isinstance(measured := values.setdefault("eval", {}), dict):
         measured.setdefault("trees", list(recipe.decode.trees))

@@ -15,7 +15,6 @@ from .data_recipes.candidates import Answers
 from .data_recipes.layout import FEATURES, PROMPTS
 from .errors import DraftsmithError
 from .eval.report.plan import plan_lines, size
-from .files import read_json
 from .manifest import MANIFEST, PLAN
 from .plan import MEANS, OTHERS, PlanSettings, expected_corpus, plan
 from .progress import clock, say
@@ -32,7 +31,7 @@ def announce(run: Run) -> dict[str, Any] | None:
     None where no plan can be made (plans count dense targets only): that stops no run.
     """
     try:
-        found = plan(_settings(run), run.config)
+        found = plan(_settings(run), run.config, _computed(run))
     except DraftsmithError as error:
         say(f"no plan: {error}")
         return None
@@ -51,6 +50,14 @@ def announce(run: Run) -> dict[str, Any] | None:
         if needed > device:
             say(f"WARNING: {stage} is planned to take {size(needed)} of a device that has {size(device)}")
     return found
+
+
+def _computed(run: Run) -> dict[str, Any]:
+    """What the target's own modules compute, where the head starts from them; other heads are planned by their file."""
+    from .heads.formats.native_mtp import native_options
+    from .train.warm import NATIVE
+
+    return native_options(_target_folder(run)) if run.config.head_init == NATIVE else {}
 
 
 def choose_mode(run: Run, minutes: float, planned: dict[str, Any] | None) -> bool:
@@ -85,14 +92,14 @@ def _bytes_of_features(run: Run, minutes: float, planned: dict[str, Any]) -> flo
 
 def _bytes_without_plan(run: Run) -> float:
     """Of all documents: counted where they are prepared, else as many as the recipe has, of a usual length."""
+    from .heads.loading import config_value
+
     c = run.config
-    config = _target_folder(run) / "config.json"
-    values = read_json(config)
-    hidden = values.get("text_config", values).get("hidden_size")
+    hidden = config_value(run.reached.location, run.hub_revision, "hidden_size")
     if not isinstance(hidden, int):
         raise DraftsmithError(
-            f"{config} has no hidden_size: whether its states fit on the disk is unknown, say train.mode=offline or "
-            "online"
+            f"{_target_folder(run) / 'config.json'} has no hidden_size: whether its states fit on the disk is unknown, "
+            "say train.mode=offline or online"
         )
     prepared = (run.data / PROMPTS / MANIFEST).exists()
     given = PlanSettings(data=run.data) if prepared else PlanSettings(conversations=_conversations(run))

@@ -20,6 +20,7 @@ from .errors import DraftsmithError
 from .eval.report import PAGE, REPORT
 from .files import read_json, sha256_file, write_json, write_text
 from .manifest import MANIFEST, PLAN, Stage
+from .memory import begin_peak
 from .progress import say
 from .run import Run
 from .run_config import LIMITS, RunConfig, plan_minutes, to_yaml
@@ -98,11 +99,10 @@ def collect(run: Run, minutes: float | None = None) -> Stage:
 
 
 def _collect_tokens(run: Run) -> Stage:
-    from .heads.target import resolve_folder
+    from .heads.loading import config_value
     from .train.online import collect_tokens
 
-    values = read_json(resolve_folder(run.reached.location, run.hub_revision) / "config.json")
-    vocab_size = values.get("text_config", values)["vocab_size"]
+    vocab_size = config_value(run.reached.location, run.hub_revision, "vocab_size")
     return collect_tokens(run.data, run.info, vocab_size, run.answers, launched_ranks()[0])
 
 
@@ -154,16 +154,18 @@ def has_weights(run: Run) -> bool:
     there = read_json(run.training / PLAN)
     if there["head"]["target_fingerprint"] != run.info.fingerprint:
         return False  # the target has changed: every head of it is trained anew
+    from .train.warm import read_start, refuse_other_start
+
+    place, init = (run.reached.location, run.hub_revision), run.head_init
+    start = None if init is None else read_start(init, run.training, *place)
+    refuse_other_start(f"{run.config.head} takes the weights of {run.config.weights_of}", run.training, start)
     by_budget = LIMITS if limited_by_budget(run.config) else set()
     _refuse_other(run, "train", run.config.train.identity(), there["train"], by_budget)
     if not (run.features / MANIFEST).exists():
         return False  # what the head's config is derived from: asked again once they are there
-    from .train.settings import HeadRecipe
     from .train.stage import prepare_head
 
-    recipe = HeadRecipe(head=run.config.head_options, train=run.config.train)
-    names = (run.source.hub_id or run.source.name, run.reached.revision)
-    config, *_ = prepare_head(recipe, run.reached.location, run.hub_revision, run.features, names, online=run.online)
+    config, *_ = prepare_head(run.recipe, *place, run.features, run.names, online=run.online, start=start)
     _refuse_other(run, "head", config.to_dict(), there["head"], {"draft_vocab_sha256", "trained_length"})
     return (run.training / MANIFEST).exists()
 
@@ -186,18 +188,19 @@ def limited_by_budget(config: RunConfig) -> bool:
 
 
 def _train_here(run: Run, seconds: float | None) -> dict[str, Any]:
-    from .train.settings import HeadRecipe
     from .train.stage import train_stage
 
+    called, recorded = run.names
     return train_stage(
-        HeadRecipe(head=run.config.head_options, train=run.config.train),
+        run.recipe,
         location=run.reached.location,
         revision=run.hub_revision,
         features=run.features,
         folder=run.training,
-        target_id=run.source.hub_id or run.source.name,
-        recorded_revision=run.reached.revision,
+        target_id=called,
+        recorded_revision=recorded,
         online=run.online,
+        head_init=run.head_init,
         resume_command=command_line(),
         budget_seconds=float(os.environ[SECONDS_VARIABLE]) if SECONDS_VARIABLE in os.environ else seconds,
     )
@@ -236,7 +239,7 @@ def _in_processes(run: Run, command: str, folder: Path, minutes: float | None, s
     run.release_target()  # before other processes take the devices' memory
     c = run.config
     mode = c.train.model_copy(update={"mode": "online" if run.online else "offline"})
-    same = c.model_copy(update={"answers": run.answers, "train": mode, "minutes": minutes})
+    same = c.model_copy(update={"answers": run.answers, "train": mode, "minutes": minutes, "head_init": run.head_init})
     file = run.folder / (f"{command}.node{c.node_rank}.yaml" if c.nnodes > 1 else f"{command}.yaml")
     write_text(file, to_yaml(same))
     processes = c.gpus or visible_devices()
@@ -287,10 +290,35 @@ def command_line() -> str:
 
 
 def check_trees(config: RunConfig) -> None:
-    """Refuse trees that can't be read before any work is done; raises DraftsmithError."""
-    from .eval.harness import EvalSettings
+    """Refuse trees that can't be read, or that are asked for and deeper than the head drafts, before any work is done.
+
+    Raises:
+        DraftsmithError: names the tree.
+    """
+    from .eval.harness import EvalSettings, refuse_deeper
+    from .heads.costs import planned_depth
 
     EvalSettings(**config.eval.model_dump())
+    if not _own_trees(config):
+        head = config.head_options
+        refuse_deeper(config.eval.trees, planned_depth(head.family, head.steps, head.options))
+
+
+def _own_trees(config: RunConfig) -> bool:
+    """Whether the trees are those of the head's file."""
+    from .train.settings import load_head_recipe
+
+    return config.eval.trees == load_head_recipe(config.head).decode.trees
+
+
+def _trees_for(config: RunConfig, most: int | None) -> list[str]:
+    """The trees to try; of the head file's own those no deeper than the head drafts (`most`), the others are named."""
+    from .eval.harness import deeper
+
+    left_out = deeper(config.eval.trees, most) if _own_trees(config) else []
+    if left_out:
+        say(f"left out: {', '.join(left_out)}; the head drafts {most} token{'s' * (most != 1)}")
+    return [tree for tree in config.eval.trees if tree not in left_out]
 
 
 def eval_folder(run: Run) -> Path:
@@ -328,8 +356,9 @@ def evaluate(run: Run) -> Stage:
         from .eval.journal import Journal
         from .heads.checkpoint import load_head
 
-        wanted = EvalSettings(**settings.model_dump(), template_kwargs=run.config.template_kwargs)
         target, head = run.load_target() if adapter is None else run.load_tuned(adapter), load_head(checkpoint)
+        asked = settings.model_dump() | {"trees": _trees_for(run.config, head.most_depth)}
+        wanted = EvalSettings(**asked, template_kwargs=run.config.template_kwargs)
         journal = Journal.open(folder / "journal.jsonl")
         report = measure(target, head, wanted, journal, checkpoint)
         write_json(folder / REPORT, {**report, "head_sha256": weights})
@@ -387,7 +416,5 @@ def stage_records(run: Run, evaluation: Path) -> dict[str, dict[str, Any]]:
 def measured(name: str) -> Iterator[None]:
     """Say what begins, and give the stage a peak memory of its own."""
     say(f"── {name}")
-    # Linux forgets the process's peak, so that each stage's manifest holds that stage's own; elsewhere it only grows.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    begin_peak()  # the target of the stage before is gone, its pages aren't yet
     yield

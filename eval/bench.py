@@ -8,7 +8,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,12 +295,15 @@ class Bench:
 BENCHES = {"decoder": Bench(BenchSettings, bench_decoder), "data": Bench(DataBenchSettings, bench_data)}
 
 
-def run_bench(name: str, model: str, runs: Path, overrides: Sequence[str] = ()) -> tuple[Path, dict[str, Any]]:
+def run_bench(
+    name: str, model: str, runs: Path, overrides: Sequence[str] = (), benches: Mapping[str, Bench] = BENCHES
+) -> tuple[Path, dict[str, Any]]:
     """Run benchmark `name` on a target and write its figures to RUNS/bench/NAME.json.
 
     Args:
         model: short name, hub id or folder.
         overrides: KEY=VALUE with the fields of the benchmark's settings.
+        benches: those that there are; floors above this one have more.
 
     Returns:
         The file and its content: what the benchmark returns, and settings, target and machine.
@@ -308,9 +311,9 @@ def run_bench(name: str, model: str, runs: Path, overrides: Sequence[str] = ()) 
     Raises:
         DraftsmithError: an unknown benchmark, key or value; a target that can't be loaded.
     """
-    if name not in BENCHES:
-        raise DraftsmithError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHES)}")
-    bench = BENCHES[name]
+    if name not in benches:
+        raise DraftsmithError(f"there is no benchmark {name!r}; there are: {', '.join(benches)}")
+    bench = benches[name]
     settings = _settings(bench.settings, overrides)
     probe_writable(runs)
     target = load_model(model)

@@ -202,13 +202,36 @@ def evaluate(
 def _read_trees(head: DraftHead, settings: EvalSettings, checkpoint: Path | None) -> dict[str, Shape]:
     """The candidates by their text; raises DraftsmithError where the head can't draft one."""
     trees = {text: read_tree(text, checkpoint) for text in settings.trees}
-    for text, shape in trees.items():
-        if head.most_depth is not None and shape.depth > head.most_depth:
-            raise DraftsmithError(
-                f"eval.trees: {text} is {shape.depth} deep, the head drafts {head.most_depth} tokens: give shallower "
-                f"trees, e.g. eval.trees=[chain:{head.most_depth}]"
-            )
+    _refuse_deeper(trees, head.most_depth)
     return trees
+
+
+def _refuse_deeper(trees: Mapping[str, Shape], most: int | None) -> None:
+    for text, shape in trees.items():
+        if most is not None and shape.depth > most:
+            raise DraftsmithError(
+                f"eval.trees: {text} is {shape.depth} deep, the head drafts {most} tokens: give shallower trees, e.g. "
+                f"eval.trees=[chain:{most}]"
+            )
+
+
+def refuse_deeper(trees: Sequence[str], most: int | None) -> None:
+    """Refuse trees that a head can't draft, as far as their texts tell; raises DraftsmithError.
+
+    Args:
+        most: the head's `most_depth`.
+    """
+    _refuse_deeper(_written(trees), most)
+
+
+def deeper(trees: Sequence[str], most: int | None) -> list[str]:
+    """Those of the trees that are deeper than `most`; trees that were measured for a head never are."""
+    return [text for text, shape in _written(trees).items() if most is not None and shape.depth > most]
+
+
+def _written(trees: Sequence[str]) -> dict[str, Shape]:
+    """Trees whose texts say all of them."""
+    return {text: parse_shape(text) for text in trees if OwnTree.parse(text) is None}
 
 
 def _choice_answers(prompts: int, settings: EvalSettings, trees: Mapping[str, Shape]) -> int:

@@ -63,7 +63,7 @@ def test_a_config_that_cannot_be_trained_is_refused(values: dict[str, Any], matc
 
 
 def test_the_divergence_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "rows_per_chunk", lambda vocabulary: 3)
+    monkeypatch.setattr(joint, "rows_per_chunk", lambda *_: 3)
     g = torch.Generator().manual_seed(0)
     hidden, goal, weight = (torch.randn(n, 6, generator=g, dtype=torch.float64) for n in (8, 8, 11))
     hidden.requires_grad_()
@@ -82,7 +82,7 @@ def test_the_divergence_is_that_of_the_definition(monkeypatch: pytest.MonkeyPatc
 
 def test_a_measured_divergence_is_that_of_fp32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of states and weights in bf16, whose own logits tie and hide what is measured."""
-    monkeypatch.setattr(joint, "rows_per_chunk", lambda vocabulary: 5)
+    monkeypatch.setattr(joint, "rows_per_chunk", lambda *_: 5)
     monkeypatch.setattr(joint, "_TOKENS", 300)
     g = torch.Generator().manual_seed(0)
     weight, goal = torch.randn(1000, 64, generator=g).bfloat16(), torch.randn(12, 64, generator=g).bfloat16() * 2

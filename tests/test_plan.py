@@ -10,7 +10,9 @@ import pytest
 import torch
 from planning import SMALL, TRAINED, batch, kept_bytes, meta_head, parts, real_head
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from draftsmith import cli
 from draftsmith.data_recipes import estimate as data
 from draftsmith.data_recipes.chunk_file import ChunkMeta
 from draftsmith.data_recipes.store import Document, write_chunk
@@ -23,6 +25,7 @@ from draftsmith.heads.costs import head_costs
 from draftsmith.heads.registry import family_names
 from draftsmith.heads.shapes import load_shapes
 from draftsmith.plan import PlanSettings, check_against, parse_bytes, plan
+from draftsmith.run_config import resolve
 from draftsmith.train import estimate as training
 from draftsmith.train.estimate import Rows, TrainMemory
 from draftsmith.train.optimizer import orthogonalise
@@ -344,3 +347,41 @@ def test_predictions_that_miss_are_named(tmp_path):
         check_against(run, hardware="CPU-2")
     with pytest.raises(DraftsmithError, match="is not finished"):
         check_against(tmp_path / "smollm2-135m" / "eagle3", hardware="CPU-2")
+
+
+def test_of_a_gpu_only_disk_and_time_are_checked(tmp_path):
+    lines = check_against(finished_run(tmp_path), hardware="H100")
+    assert {line["what"] for line in lines} == {"disk: features", "time: train", "time: regenerate"}
+
+
+def test_an_online_run_has_nothing_to_check(tmp_path):
+    file = finished_run(tmp_path) / "train" / "manifest.json"
+    found = json.loads(file.read_text())
+    found["identity"]["mode"] = "online"
+    write_json(file, found)
+    with pytest.raises(DraftsmithError, match="was trained online"):
+        check_against(file.parent.parent, hardware="CPU-2")
+
+
+def test_decoded_validation_is_planned():
+    settings = PlanSettings(model="Qwen3-8B", hardware="H100")
+    found = plan(settings)["memory"]["train"]
+    assert found["bytes"]["validation_target"] == 2 * QWEN.params
+    assert found["zero0"] - found["without_decoding"] == pytest.approx(2 * QWEN.params)  # K/V stay below a step's needs
+    none = resolve("train", {"model": "Qwen3-8B"}, None, ["train.decode_documents=0"])
+    assert plan(settings, none)["memory"]["train"]["zero0"] == pytest.approx(found["without_decoding"])
+
+
+def test_the_command_checks_a_run(tmp_path, capfd):
+    run = finished_run(tmp_path, bytes=99_000_000)
+    options = ["plan", "--check", str(run), "--hardware", "CPU-2"]
+    assert CliRunner().invoke(cli.app, options).exit_code == 0
+    (disk,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("disk: features")]
+    assert "99.0 MB" in disk
+    assert disk.endswith("OUTSIDE 2%")
+    assert CliRunner().invoke(cli.app, [*options, "--json"]).exit_code == 0
+    assert json.loads(capfd.readouterr().out) == check_against(run, hardware="CPU-2")
+    for more in (["--batch", "2"], ["train.steps=3"], ["--recipe", "builtin"]):
+        refused = CliRunner().invoke(cli.app, [*options, *more])
+        assert refused.exit_code != 0
+        assert "takes all it needs" in str(refused.exception or refused.output)

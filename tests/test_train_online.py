@@ -170,7 +170,7 @@ def grads(step: TrainStep, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {n: p.grad.clone() for n, p in step.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa1"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa1", "mtp"])
 def test_losses_and_gradients_equal_those_on_the_states_of_each_document_alone(
     data: Path, tiny_folder: Path, tiny_target: Target, name: str
 ) -> None:

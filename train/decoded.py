@@ -34,10 +34,9 @@ from ..progress import say
 from .agreement import compare, disagreement
 from .checkpoint import RunState
 from .drift import LoadTarget
-from .settings import TrainSettings
+from .settings import DECODE_SLOTS, TrainSettings
 from .step import TrainStep
 
-SLOTS = 8
 SHARE = 0.05
 """Most of a run's time that decoding may take where `decode_every` is "auto"."""
 _PASS_ROWS = 64  # a target's pass with fewer rows is bound by reading its weights and costs as much
@@ -152,8 +151,8 @@ class DecodedValidation:
         s = self.settings
         if s.decode_every != "auto":
             return s.decode_every
-        passes = s.decode_tokens * math.ceil(len(self.prompts) / SLOTS)
-        rows = passes * max(_PASS_ROWS, SLOTS * (self.depth + 1)) + sum(len(p.tokens) for p in self.prompts)
+        passes = s.decode_tokens * math.ceil(len(self.prompts) / DECODE_SLOTS)
+        rows = passes * max(_PASS_ROWS, DECODE_SLOTS * (self.depth + 1)) + sum(len(p.tokens) for p in self.prompts)
         validation = s.validation_interval(total_steps)
         return validation * math.ceil(rows / SHARE / (s.token_budget * s.accumulation * validation))
 
@@ -226,7 +225,7 @@ class DecodedValidation:
         with self._target() as target:
             requests = [Request(f"{i:06d}", p.tokens, len(p.answer)) for i, p in enumerate(self.prompts)]
             drafter = make_drafter(_copyable(self.step.head), target.parts(), Chain(self.depth))
-            results = decode(target, drafter, requests, slots=SLOTS, capacity=rows_needed(requests, drafter))
+            results = decode(target, drafter, requests, slots=DECODE_SLOTS, capacity=rows_needed(requests, drafter))
             decoded = sorted(results, key=lambda r: r.id)
             del drafter, results
         compared = [

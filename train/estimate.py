@@ -1,7 +1,8 @@
 """Training on paper: memory of a rank by ZeRO stage, and operations of a step.
 
-What a step keeps for its backward pass is counted from the networks (`heads/layer.py`, `medusa.py`, `hydra.py`) as they
-are; attention keeps its rows and no scores (`heads/unrolled.py`). Tests hold the counts against autograd's own.
+What a step keeps for its backward pass is counted from the networks (`heads/layer.py`, `hydra.py`, `medusa.py`,
+`mtp.py`) as they are; attention keeps its rows and no scores (`heads/unrolled.py`). Tests hold the counts
+against autograd's own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from ..heads.base import DraftHead
 from ..heads.config import LayerConfig
 from ..heads.hydra import HydraConfig
-from ..heads.losses import rows_per_chunk
+from ..heads.losses import loss_rows_per_chunk
 from ..heads.medusa import MedusaConfig
+from ..heads.mtp_modules import MtpConfig
 from ..heads.shapes import TargetShapes
 from ..heads.unrolled import TILE_SIZES
 from .optimizer import POLYNOMIALS, is_hidden_matrix
@@ -90,6 +92,44 @@ def _medusa(config: MedusaConfig, rows: Rows, size: int) -> float:
     return float(rows.supervised * (1 + config.steps * (2 * config.blocks)) * config.hidden_size * size)
 
 
+def _mtp(config: MtpConfig, rows: Rows, size: int) -> float:
+    kv = config.num_key_value_heads * config.head_dim
+    projected, attended = _attention(config)
+    mlp, copied = _mlp(config, size)
+    each = _layer_pass(config, size, 10)  # normed inputs, both side by side, z, what attention reads, output
+    each += (projected + attended) * size + mlp
+    passed = config.steps * rows.supervised
+    if config.modules > 1:  # all rows go through every module but the last
+        passed = (config.steps - 1) * rows.total + rows.supervised
+    keys_alone = rows.total - rows.supervised
+    others = keys_alone * (6 * config.hidden_size + projected) + rows.total * 4 * kv
+    return passed * each + others * size + (config.steps - config.modules) * copied  # once, they are `weights`
+
+
+def _attention(config: MtpConfig) -> tuple[int, int]:
+    """Numbers that a row keeps beside a Llama layer's attention: of making q, k and v, and of what follows it."""
+    o = config.attention
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    if o["kind"] == "latent":  # both latents and their normed forms; values without the zeros behind them
+        projected = 2 * (o.get("q_lora_rank") or 0) + 2 * o["kv_lora_rank"] + o["qk_rope_head_dim"]
+        return projected, config.num_attention_heads * o["v_head_dim"]
+    return (q + kv if o.get("qk_norm") else 0), (config.hidden_size + 2 * q if o.get("gate") else 0)
+
+
+def _mlp(config: MtpConfig, size: int) -> tuple[float, float]:
+    """Bytes that a row keeps beyond a Llama layer's MLP, and a pass once: autocast's copies of the experts' stacks,
+    which it makes anew in every pass."""
+    o, h = config.mlp, config.hidden_size
+    if o["kind"] != "experts":
+        return 0.0, 0.0
+    # a chosen expert's input, gate and up, act, product, output; where they lie; scores
+    chosen = o["top_k"] * ((2 * h + 4 * o["intermediate_size"]) * size + 24)
+    shared = o.get("shared_size", 0)
+    always = (4 * shared + (h if o.get("shared_gate") else 0)) * size + 4 * (h + 2 * o["count"])
+    stacks = 3 * o["count"] * o["intermediate_size"] * h if size < 4 else 0
+    return chosen + always - 4.0 * config.intermediate_size * size, float(stacks * size)
+
+
 _KEPT: dict[str, Callable[[Any, Rows, int], float]] = {
     "eagle1": _recurrent,
     "eagle3": _recurrent,
@@ -97,6 +137,7 @@ _KEPT: dict[str, Callable[[Any, Rows, int], float]] = {
     "hydra": _hydra,
     "medusa": _medusa,
     "medusa2": _medusa,
+    "mtp": _mtp,
 }
 
 
@@ -126,6 +167,7 @@ class TrainMemory:
         update: what the optimizer holds for the length of its step; saving: a checkpoint's tensors and their serialised
             form, where that is the same memory.
         target: a target in the same job, online or with an adapter.
+        decoding: K/V of held-out prompts that are decoded in the middle of training.
     """
 
     parts: float
@@ -139,26 +181,28 @@ class TrainMemory:
     update: float
     saving: float
     target: float
+    decoding: float = 0.0
 
     def total(self, zero: int, world: int) -> float:
-        """Bytes of a rank with a ZeRO stage over `world` ranks; batch, update and saving don't overlap in time."""
+        """Bytes of a rank with a ZeRO stage over `world` ranks; batch, update, saving and decoding don't overlap."""
         held = (
             self.weights / (world if zero >= 3 else 1)
             + self.masters / (world if zero >= 1 else 1)
             + self.gradients / (world if zero >= 2 else 1)
             + self.moments / (world if zero >= 1 else 1)
         )
-        step = max(self.teacher + self.activations + self.working, self.update, self.saving)
+        step = max(self.teacher + self.activations + self.working, self.update, self.saving, self.decoding)
         return self.parts + self.target + held + step
 
 
 def loss_bytes(head: DraftHead, rows: Rows, size: int) -> tuple[float, float]:
     """A loss chunk's bytes: the teacher's probabilities; the draft's logits and the scores of one tile of attention."""
     config = head.config
-    chunk = min(rows.supervised, rows_per_chunk(config.draft_vocab_size))
+    device = "cuda" if size < 4 else "cpu"
+    chunk = min(rows.supervised, loss_rows_per_chunk(config.draft_vocab_size, device))
     scores = 0
     if isinstance(config, LayerConfig):
-        tile = TILE_SIZES["cuda" if size < 4 else "cpu"]
+        tile = TILE_SIZES[device]
         scores = config.num_attention_heads * min(tile.rows, rows.supervised) * min(tile.keys, rows.total)
     logits = 4.0 * chunk * config.draft_vocab_size
     return 0.0 if head.hard_labels else logits, 4 * logits + 3.0 * scores * 4

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data_recipes.forward import plan_forward
+from ..errors import DraftsmithError
 from ..heads.adapter import Adapter, TunedConfig
 from ..heads.alignment import shift_left
 from ..heads.architecture import layers_and_norm, text_decoder
 from ..heads.base import Batch, DraftHead, TargetParts
+from ..heads.loading import quantisation
 from ..heads.losses import rows_per_chunk
 from ..heads.medusa2 import Medusa2Config
 from ..heads.target import load_model, model_parts
@@ -66,12 +68,27 @@ class TunedTarget:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Self:
-        """Load a folder or hub id; raises DraftsmithError where it can't be."""
+        """Load a folder or hub id; raises DraftsmithError where it can't be, or is quantised."""
+        if method := quantisation(location, revision):
+            raise DraftsmithError(
+                f"the target {location} is quantised ({method}): an adapter that is trained on it can't be merged into "
+                "such weights; take the model as it was before, or a head that leaves the target as it is (medusa1)"
+            )
         return cls(load_model(location, revision, dtype).to(device), config, seed)
 
     def parts(self) -> TargetParts:
-        """The pieces that heads take; the model's own tensors."""
-        return model_parts(self.model)
+        """The pieces that heads take; the model's own tensors.
+
+        Raises:
+            DraftsmithError: its logits are capped: how far they move is measured on those of a linear output head.
+        """
+        parts = model_parts(self.model)
+        if parts.softcap is not None:
+            raise DraftsmithError(
+                f"{type(self.model).__name__} caps its logits at {parts.softcap:g}: heads that are trained together "
+                "with such a target are not supported; take one that leaves the target as it is (medusa1, eagle3)"
+            )
+        return parts
 
     def states(self, batch: Batch) -> Tensor:
         """State n [T, H] of the batch's rows before the final norm, of the target as it is now; differentiable.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..eval.speedup import listed_as, load_hardware
 from ..heads.costs import HeadCosts, head_costs
-from ..manifest import peak_rss_bytes
+from ..memory import peak_rss_bytes
 from .ranks import Ranks
 from .step import SUMS, TrainStep
 

@@ -80,8 +80,9 @@ def _polar_of_gram(gram: Tensor) -> Tensor:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon's share: 2-D weights, except those whose rows are vocabulary entries."""
-    return parameter.ndim == 2 and not {"lm_head", "lm_heads", "embed", "embed_tokens"} & set(name.split("."))
+    """Muon's share: 2-D weights, except those whose rows are vocabulary entries or choose experts."""
+    rows = {"lm_head", "lm_heads", "embed", "embed_tokens", "router"}
+    return parameter.ndim == 2 and not rows & set(name.split("."))
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from ..errors import DraftsmithError
 from ..heads.architecture import layers_and_norm, text_decoder
 from ..heads.base import DraftHead
 from ..heads.linear import can_pack
+from ..heads.loading import quantisation
 from ..heads.target import Target, load_model, load_tokenizer, resolve_folder
 from ..progress import say
 from .estimate import Rows, activation_bytes, loss_bytes
@@ -49,14 +50,21 @@ def load_online_target(
     Raises:
         DraftsmithError: it fits nowhere, can't be loaded, or can't be trained for.
     """
-    packed = 2 if can_pack(device, dtype) else 1  # the plain form of packed layers stays with the process
-    needed = float(weight_count(resolve_folder(location, revision)) * dtype.itemsize * packed)
+    quantised, folder = quantisation(location, revision), resolve_folder(location, revision)
+    packed = 2 if can_pack(device, dtype) and not quantised else 1  # packed layers' plain form stays with the process
+    needed = float(packed * (stored_bytes(folder) if quantised else weight_count(folder) * dtype.itemsize))
     host = host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = host if device.type == "cpu" else float(torch.cuda.mem_get_info(device)[0])
     place = choose_place(needed, training, free, host, device, location)
     if place == "device":
         target = Target.load(location, revision=revision, dtype=dtype, device=str(device))
     else:
+        if quantised:
+            raise DraftsmithError(
+                f"the target {location} ({quantised}) doesn't fit on {device} beside training, and quantised layers "
+                "can't be copied there one after the other: use train.mode=offline, a smaller train.token_budget, or "
+                "the model as it was before"
+            )
         model = load_model(location, revision, dtype)
         layers, _ = layers_and_norm(text_decoder(model), model.config.get_text_config().num_hidden_layers)
         stream_layers(model.requires_grad_(False), layers, device)
@@ -146,12 +154,20 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 def weight_count(folder: Path) -> int:
     """Numbers in a checkpoint's safetensors files, from their headers."""
-    total = 0
+    return sum(math.prod(x["shape"]) for x in _stored(folder))
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes of the tensors in a checkpoint's safetensors files, from their headers."""
+    return sum(x["data_offsets"][1] - x["data_offsets"][0] for x in _stored(folder))
+
+
+def _stored(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the headers say of each tensor."""
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        total += sum(math.prod(x["shape"]) for name, x in header.items() if name != "__metadata__")
-    return total
+        yield from (x for name, x in header.items() if name != "__metadata__")
 
 
 def host_bytes() -> int:

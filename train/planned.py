@@ -5,6 +5,7 @@ Rates are rooflines times the efficiencies below, unless a measured one is given
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from ..heads.costs import HeadCosts
 from ..heads.shapes import TargetShapes
 from . import estimate as training
 from .estimate import Rows
-from .settings import DEFAULT_EPOCHS, TrainSettings
+from .settings import DECODE_SLOTS, DEFAULT_EPOCHS, TrainSettings
 
 _ARENA = 512
 """Cache rows come in blocks of so many."""
@@ -142,19 +143,35 @@ def _train_memory(p: Planned) -> dict[str, Any]:
     memory = training.train_memory(p.head, p.shapes, p.rows, p.size, tuned)
     base, host = p.efficiency.process, {}
     if not p.hardware.is_gpu:
-        # One process goes through all stages: what its heap gave to the target's layers it keeps. Mapped features count
-        # as its memory once they were read, though the system takes such pages back when it needs them.
-        host = {"left": 2.0 * p.size * p.shapes.linear, "mapped": data.disk(p.corpus, p.shapes, p.aux)["bf16"]["all"]}
-        base += host["left"] + min(host["mapped"], p.memory / 2)
-    totals = {f"zero{stage}": base + memory.total(stage, p.devices) for stage in training.ZERO_STAGES}
-    online = memory.total(0, p.devices) + base + (0.0 if tuned else p.size * p.shapes.params)
+        # mapped features count as its memory once they were read, though the system takes such pages back in need
+        host = {"mapped": data.disk(p.corpus, p.shapes, p.aux)["bf16"]["all"]}
+        base += min(host["mapped"], p.memory / 2)
+    alone = memory.total(0, p.devices)
+    validation, kv = _validation_memory(p)
+    memory = dataclasses.replace(memory, decoding=kv)
+    totals = {f"zero{s}": base + validation + memory.total(s, p.devices) for s in training.ZERO_STAGES}
+    frozen = 0.0 if tuned else max(validation, p.size * p.shapes.params)  # the same copy decodes
+    online = memory.total(0, p.devices) + base + frozen
     return {
-        "bytes": {"process": p.efficiency.process, **host, **vars(memory)},
+        "bytes": {"process": p.efficiency.process, **host, "validation_target": validation, **vars(memory)},
         **totals,
         "online": online,
+        "without_decoding": base + alone,
         "fits": totals["zero0"] <= p.memory,
         "fits_online": online <= p.memory,
     }
+
+
+def _validation_memory(p: Planned) -> tuple[float, float]:
+    """Bytes of the target that decodes held-out prompts in the middle of training, and of its K/V.
+
+    It stays loaded; of a target that is trained, too, another copy is loaded each time.
+    """
+    if not p.train.decode_documents:
+        return 0.0, 0.0
+    slots = min(DECODE_SLOTS, p.train.decode_documents)
+    kv = slots * min(p.corpus.longest, p.train.max_length) * p.shapes.kv_bytes(p.size)
+    return data.target_bytes(p.shapes, p.size, packed=not p.hardware.is_gpu), float(kv)
 
 
 def train_seconds(p: Planned, tokens: float, steps: float, validations: float, validated: float) -> float:

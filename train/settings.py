@@ -13,6 +13,8 @@ from ..errors import DraftsmithError
 from ..heads.named import head_file, head_names
 
 DEFAULT_EPOCHS = 10
+DECODE_SLOTS = 8
+"""Held-out prompts that are decoded at a time in the middle of training."""
 LIMITS = ("epochs", "steps", "tokens", "minutes")
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 
@@ -29,7 +31,7 @@ class HeadSettings(_Strict):
     steps: int = Field(ge=1, le=16)
     step_decay: float = Field(gt=0, le=1)
     draft_vocab_size: int | None = Field(default=None, ge=1)
-    options: dict[str, bool | int | float | str] = {}
+    options: dict[str, bool | int | float | str | list[float]] = {}
     """The family's own; those that its YAML file names."""
 
     def vocab_size_for(self, target_vocab: int) -> int:

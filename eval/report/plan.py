@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -21,6 +21,17 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print it on standard output."""
     print("\n".join(plan_lines(plan)))
+
+
+def check_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What `plan.check_against` found, a line for each figure."""
+    out = [f"{'':20} {'planned':>10} {'measured':>10} {'ratio':>6}"]
+    for line in lines:
+        show = (lambda x: f"{x:.1f} s") if line["what"].startswith("time") else size
+        planned = "-" if line["predicted"] is None else show(line["predicted"])
+        verdict = f"within {line['bound']:.0%}" if line["within"] else f"OUTSIDE {line['bound']:.0%}"
+        out.append(f"{line['what']:20} {planned:>10} {show(line['real']):>10} {line['ratio']:6.2f}   {verdict}")
+    return out
 
 
 def size(count: float) -> str:
@@ -66,6 +77,9 @@ def _memory(memory: Mapping[str, Any], hardware: Mapping[str, Any]) -> list[str]
     stages = ", ".join(f"{i}: {size(train[f'zero{i}'])}" for i in range(4))
     by_stage = f"by ZeRO stage {stages}; " if hardware["devices"] > 1 else ""
     lines.append(f"             {by_stage}online {size(train['online'])}, {_fits(train['fits_online'])}")
+    if train["without_decoding"] < train["zero0"]:
+        without = f"{size(train['without_decoding'])} without decoded validation (train.decode_documents=0)"
+        lines.append(f"{'':13}{without}")
     return lines
 
 
