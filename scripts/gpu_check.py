@@ -1,4 +1,4 @@
-"""Check the decoder's Triton kernels on a GPU and measure them: `python scripts/gpu_check.py [--json FILE]`.
+"""Check decoding and training on a GPU and measure them: `python scripts/gpu_check.py [--json FILE]`.
 
 Needs an NVIDIA GPU and `draftsmith` on the path (after `make setup`, or with PYTHONPATH set to a folder with a link
 `draftsmith` to the checkout); of its requirements torch, transformers, safetensors and Triton are enough. Nothing is
@@ -10,6 +10,7 @@ downloaded. Prints a table; takes minutes, most of it compilation.
 | models | do whole models of several architectures read trees right, and answer the same with and without drafts? |
 | speed | how long does attention take, beside SDPA with a mask and FlexAttention, and as a share of copy bandwidth? |
 | step | how long is a decoding step beside the bare target pass over the same rows, launched and as a CUDA graph? |
+| training | are a head's gradients those of fp64, and how fast does one in the shape of Qwen3-8B's train? |
 
 Exit status: 0 all holds, 1 something failed, or an aim was missed or not measured in full ("unchecked"), 2 there is no
 GPU. `--dry-run` runs the same code with tiny shapes on a CPU, the kernels in Triton's interpreter: it says whether this
@@ -24,32 +25,19 @@ import os
 import sys
 from pathlib import Path
 
+from gpu_report import INFO, Report, missing
+
 
 def main() -> int:
     """Run the sections and print the table; the exit status."""
-    parser = argparse.ArgumentParser(description="Check and measure the decoder on a GPU.")
+    parser = argparse.ArgumentParser(description="Check and measure decoding and training on a GPU.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, in Triton's interpreter")
     options = parser.parse_args()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    import torch
-
-    if not options.dry_run and not torch.cuda.is_available():
-        print("gpu_check: there is no CUDA device; --dry-run walks through the script without one", file=sys.stderr)
-        return 2
-    try:
-        import draftsmith  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "draftsmith":
-            raise
-        root = Path(__file__).resolve().parent.parent
-        print(
-            "gpu_check: the package draftsmith can't be found: run `make setup` and use .venv/bin/python, or "
-            f"`mkdir -p L && ln -s {root} L/draftsmith` and set PYTHONPATH=L",
-            file=sys.stderr,
-        )
-        return 2
+    if (status := missing("gpu_check", options.dry_run)) is not None:
+        return status
     return run(options.json, options.dry_run)
 
 
@@ -58,8 +46,8 @@ def run(json_file: Path | None, dry_run: bool) -> int:
     import gpu_numerics
     import gpu_speed
     import gpu_steps
+    import gpu_training
     import torch
-    from gpu_report import INFO, Report
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -85,6 +73,8 @@ def run(json_file: Path | None, dry_run: bool) -> int:
     with report.section("step"):
         gpu_steps.measure(report, device, sizes)
     gpu_speed.note_peak(report, device, "peak memory of step")
+    with report.section("training"):
+        gpu_training.measure(report, device, gpu_training.TINY if dry_run else gpu_training.full())
     print(report.table())
     if json_file is not None:
         report.save(json_file, machine=machine, versions=versions, dry_run=dry_run)

@@ -1,4 +1,7 @@
-"""What `gpu_check.py` found: lines of one table, kept as JSON, too; a section that fails doesn't end the run."""
+"""What `gpu_check.py` found: lines of one table, kept as JSON, too; a section that fails doesn't end the run.
+
+And what both it and `gpu_train.py` need before anything else.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +83,25 @@ class Report:
             "lines": [asdict(line) for line in self.lines],
         }
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def missing(program: str, dry_run: bool) -> int | None:
+    """Say what a program lacks here, a GPU or the package; returns its exit status, None where nothing is missing."""
+    import torch
+
+    if not dry_run and not torch.cuda.is_available():
+        print(f"{program}: there is no CUDA device; --dry-run walks through the script without one", file=sys.stderr)
+        return 2
+    try:
+        import draftsmith  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "draftsmith":
+            raise
+        root = Path(__file__).resolve().parent.parent
+        print(
+            f"{program}: the package draftsmith can't be found: run `make setup` and use .venv/bin/python, or "
+            f"`mkdir -p L && ln -s {root} L/draftsmith` and set PYTHONPATH=L",
+            file=sys.stderr,
+        )
+        return 2
+    return None
