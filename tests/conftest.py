@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,18 @@ def test_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip(f"set {TEST_DATA} to the folder with the real conversation files to run this test")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Child processes that need not import torch again, forked from a server that never computed anything.
+
+    A process has one such server, which imports ahead only what was named before it started: all tests' modules are.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_worker", "regenerate_data"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks for modules before it is told where
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    return context

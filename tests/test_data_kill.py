@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
 import signal
-import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import data_worker
 import pytest
 from tiny import make_tiny_target
-
-
-@pytest.fixture(scope="module")
-def forks():
-    """Child processes that need not import torch again, forked from a server that never computed anything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_worker"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server looks for modules before it is told where
-        patch.setenv("OMP_NUM_THREADS", "1")
-        forkserver.ensure_running()
-    return context
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from draftsmith.memory import begin_peak, peak_rss_bytes
-
 MIB = 2**20
 
 
@@ -28,9 +26,14 @@ assert peak_rss_bytes() < before + {40 * MIB}, (peak_rss_bytes(), before)
 
 
 def test_a_child_counts_for_the_stage_that_it_ran_in():
-    size = peak_rss_bytes() + 100 * MIB
-    begin_peak()
-    subprocess.run([sys.executable, "-c", f"x = b'1' * {size}"], check=True)
-    assert peak_rss_bytes() > size
-    begin_peak()
-    assert peak_rss_bytes() < size
+    program = f"""
+import subprocess, sys
+from draftsmith.memory import begin_peak, peak_rss_bytes
+begin_peak()
+size = peak_rss_bytes() + {100 * MIB}
+subprocess.run([sys.executable, "-c", f"x = b'1' * {{size}}"], check=True)
+assert peak_rss_bytes() > size
+begin_peak()
+assert peak_rss_bytes() < size
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

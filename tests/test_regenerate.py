@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
 import random
 import signal
-import sys
-from multiprocessing import forkserver
 
 import pytest
 import regenerate_data
@@ -285,21 +281,15 @@ def test_ranks_within_a_budget(data, info, tiny_target, monkeypatch):
     assert (record["chunks"], record["answers"], record["minutes"]) == (3, 20, None)
 
 
-def test_a_rank_is_killed_and_started_again(tmp_path):
+def test_a_rank_is_killed_and_started_again(tmp_path, forks):
     """Two processes at once; rank 1 dies twice where a file would appear, and comes back."""
     target = make_tiny_target(tmp_path / "target", layers=4, hidden=32, heads=2, kv_heads=1)
     tokenizer = make_tiny_tokenizer()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["regenerate_data"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        forkserver.ensure_running()
 
     def start(data, rank, world, kill=None):
         settings = dataclasses.replace(SETTINGS, turns=2, temperatures=[0.0, 1.0])
         args = (settings, str(target), str(data), rank, world, kill)
-        child = context.Process(target=regenerate_data.run_rank, args=args)
+        child = forks.Process(target=regenerate_data.run_rank, args=args)
         child.start()
         return child
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
 import random
 import signal
-import sys
 import time
-from multiprocessing import forkserver
 
 import pytest
 import regenerate_data
@@ -334,24 +330,19 @@ def test_a_time_budget_leaves_chunks(tmp_path, tokenizer):
     assert len(fake.bodies) == 60
 
 
-def test_killed_at_random_times(tmp_path, tokenizer, healthy):
+def test_killed_at_random_times(tmp_path, tokenizer, healthy, forks):
     """Our process dies, two ranks one after the other, the server with faults: the same files in the end."""
     data, target = tmp_path / "data", tmp_path / "target"
     make_prompts(data, tokenizer, conversations())
     target.mkdir()
     tokenizer.save_pretrained(target)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["regenerate_data"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
     draw = random.Random(1)
     with FakeServer(tokenizer, faults=FAULTS, delay=0.1) as fake:
         settings = dataclasses.replace(SETTINGS, servers=[fake.url], concurrency=4)
         killed = 0
         for attempt in range(30):
             before = len(fake.bodies)
-            child = context.Process(
+            child = forks.Process(
                 target=regenerate_data.run_served, args=(settings, str(target), str(data), attempt % 2)
             )
             child.start()
