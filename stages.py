@@ -295,13 +295,14 @@ def check_trees(config: RunConfig) -> None:
     Raises:
         DraftsmithError: names the tree.
     """
-    from .eval.harness import EvalSettings, refuse_deeper
+    from .eval.decoder.trees import refuse_deeper, written
+    from .eval.harness import EvalSettings
     from .heads.costs import planned_depth
 
     EvalSettings(**config.eval.model_dump())
     if not _own_trees(config):
         head = config.head_options
-        refuse_deeper(config.eval.trees, planned_depth(head.family, head.steps, head.options))
+        refuse_deeper(written(config.eval.trees), planned_depth(head.family, head.steps, head.options))
 
 
 def _own_trees(config: RunConfig) -> bool:
@@ -313,9 +314,9 @@ def _own_trees(config: RunConfig) -> bool:
 
 def _trees_for(config: RunConfig, most: int | None) -> list[str]:
     """The trees to try; of the head file's own those no deeper than the head drafts (`most`), the others are named."""
-    from .eval.harness import deeper
+    from .eval.decoder.trees import deeper, written
 
-    left_out = deeper(config.eval.trees, most) if _own_trees(config) else []
+    left_out = deeper(written(config.eval.trees), most) if _own_trees(config) else []
     if left_out:
         say(f"left out: {', '.join(left_out)}; the head drafts {most} token{'s' * (most != 1)}")
     return [tree for tree in config.eval.trees if tree not in left_out]

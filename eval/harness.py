@@ -22,7 +22,7 @@ from .decoder.drafters.network import prepare_head
 from .decoder.drafters.plain import PlainDrafter
 from .decoder.loop import Request, Result, StepTimer, decode, rows_needed
 from .decoder.search import Chain, Shape, parse_shape
-from .decoder.trees import OWN_FORM, OwnTree
+from .decoder.trees import OWN_FORM, OwnTree, refuse_deeper
 from .decoder.types import Drafter
 from .journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
 from .metrics import Acceptance, Timing, acceptance, expected_tau, tokens_per_second
@@ -202,36 +202,8 @@ def evaluate(
 def _read_trees(head: DraftHead, settings: EvalSettings, checkpoint: Path | None) -> dict[str, Shape]:
     """The candidates by their text; raises DraftsmithError where the head can't draft one."""
     trees = {text: read_tree(text, checkpoint) for text in settings.trees}
-    _refuse_deeper(trees, head.most_depth)
+    refuse_deeper(trees, head.most_depth)
     return trees
-
-
-def _refuse_deeper(trees: Mapping[str, Shape], most: int | None) -> None:
-    for text, shape in trees.items():
-        if most is not None and shape.depth > most:
-            raise DraftsmithError(
-                f"eval.trees: {text} is {shape.depth} deep, the head drafts {most} tokens: give shallower trees, e.g. "
-                f"eval.trees=[chain:{most}]"
-            )
-
-
-def refuse_deeper(trees: Sequence[str], most: int | None) -> None:
-    """Refuse trees that a head can't draft, as far as their texts tell; raises DraftsmithError.
-
-    Args:
-        most: the head's `most_depth`.
-    """
-    _refuse_deeper(_written(trees), most)
-
-
-def deeper(trees: Sequence[str], most: int | None) -> list[str]:
-    """Those of the trees that are deeper than `most`; trees that were measured for a head never are."""
-    return [text for text, shape in _written(trees).items() if most is not None and shape.depth > most]
-
-
-def _written(trees: Sequence[str]) -> dict[str, Shape]:
-    """Trees whose texts say all of them."""
-    return {text: parse_shape(text) for text in trees if OwnTree.parse(text) is None}
 
 
 def _choice_answers(prompts: int, settings: EvalSettings, trees: Mapping[str, Shape]) -> int:

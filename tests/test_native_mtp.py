@@ -27,7 +27,7 @@ from torch import Tensor
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import Batch, TargetParts
 from draftsmith.heads.checkpoint import load_head, save_head
-from draftsmith.heads.formats.native_mtp import find_native, read_native, write_native
+from draftsmith.heads.formats.native_mtp import find_layout, read_native, write_native
 from draftsmith.heads.medusa import MedusaHead, medusa_config
 from draftsmith.heads.mtp import MtpHead, mtp_config
 from draftsmith.heads.target import fingerprint
@@ -37,6 +37,11 @@ from draftsmith.run_config import resolve
 from draftsmith.sizing import announce
 
 ROWS = 9
+
+
+def find_native(folder: Path) -> str | None:
+    layout = find_layout(folder)
+    return None if layout is None else layout.name
 
 
 def build_head(folder: Path, vocab: DraftVocab | None = None, **values: Any) -> MtpHead:

@@ -13,7 +13,7 @@ import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from target_models import VOCAB, change_config, make_model, save_target
-from test_target_runs import THINGS, run
+from test_target_runs import run, write_prompts
 from tiny import CHATML, EOS, make_tiny_tokenizer
 from torch import nn
 
@@ -33,10 +33,7 @@ NEEDS = Needs((1, 2, 3), last=True)
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "mine.jsonl"
-    lines = [{"prompt": f"write about the {a} and the {b}"} for a in THINGS for b in THINGS if a != b]
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    return path
+    return write_prompts(tmp_path_factory.mktemp("data") / "mine.jsonl")
 
 
 def save_int8(plain: Path, folder: Path, **options: Any) -> Path:

@@ -27,12 +27,16 @@ SMALL = [
 THINGS = ("ship", "fox", "dog", "winter")
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "mine.jsonl"
+def write_prompts(path: Path) -> Path:
+    """Twelve short prompts."""
     lines = [{"prompt": f"write about the {a} and the {b}"} for a in THINGS for b in THINGS if a != b]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("data") / "mine.jsonl")
 
 
 def run(model: Path, prompts: Path, runs: Path, *more: str) -> dict[str, Any]:

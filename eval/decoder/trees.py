@@ -8,7 +8,7 @@ tree emits 1 + the sum of its nodes' products a step. Medusa's heads and the pap
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
@@ -94,3 +94,22 @@ def shape_for(text: str, checkpoint: FilePath) -> Shape:
     """
     own = OwnTree.parse(text)
     return parse_shape(text, OWN_FORM) if own is None else own.shape(checkpoint)
+
+
+def written(texts: Sequence[str]) -> dict[str, Shape]:
+    """Those of the shapes whose texts say all of them, by text; trees that are measured for a head are left out."""
+    return {text: parse_shape(text) for text in texts if OwnTree.parse(text) is None}
+
+
+def deeper(trees: Mapping[str, Shape], most: int | None) -> list[str]:
+    """The trees that are deeper than a head drafts: `most` is its `most_depth`."""
+    return [text for text, shape in trees.items() if most is not None and shape.depth > most]
+
+
+def refuse_deeper(trees: Mapping[str, Shape], most: int | None) -> None:
+    """Refuse trees that a head can't draft; raises DraftsmithError that names the first."""
+    for text in deeper(trees, most):
+        raise DraftsmithError(
+            f"eval.trees: {text} is {trees[text].depth} deep, the head drafts {most} tokens: give shallower trees, "
+            f"e.g. eval.trees=[chain:{most}]"
+        )

@@ -45,7 +45,7 @@ class _Checkpoint:
     """A target's folder, and its MTP modules' place in it.
 
     Args:
-        folder: see `find_native`.
+        folder: see `find_layout`.
 
     Attributes:
         layout: whose modules these are.
@@ -56,7 +56,7 @@ class _Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        layout = _layout_of(folder)
+        layout = find_layout(folder)
         if layout is None:
             raise DraftsmithError(
                 f"{folder} has no MTP modules of its own of a known layout ({', '.join(x.name for x in LAYOUTS)}), or "
@@ -153,16 +153,6 @@ class _Checkpoint:
         return {name: what for name, what in found.items() if name in self.files}
 
 
-def find_native(folder: Path) -> str | None:
-    """Name of the layout of a target's own MTP modules, None = it has none of a known kind. Reads no weights.
-
-    Args:
-        folder: of the target: config.json and safetensors, in one file or with an index.
-    """
-    layout = _layout_of(folder)
-    return None if layout is None else layout.name
-
-
 def native_options(folder: Path) -> dict[str, Any]:
     """Values of MtpConfig that a target's own MTP modules fix; see `read_native`, of whose tensors few are read."""
     return _Checkpoint(folder).options()
@@ -247,8 +237,12 @@ def write_native(head: DraftHead, target: Path, out: Path) -> list[str]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def _layout_of(folder: Path) -> Layout | None:
-    """Whose modules a folder has."""
+def find_layout(folder: Path) -> Layout | None:
+    """Layout of a target's own MTP modules, None where it has none of a known kind. Reads no weights.
+
+    Args:
+        folder: of the target: config.json and safetensors, in one file or with an index.
+    """
     if not (folder / CONFIG).is_file() or not any((folder / x).is_file() for x in (INDEX, SINGLE)):
         return None
     text = _text_of(read_object(folder / CONFIG))
@@ -356,4 +350,4 @@ def _bytes(x: Tensor) -> bytes:
     return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-__all__ = ["find_native", "native_options", "read_native", "write_native"]
+__all__ = ["find_layout", "native_options", "read_native", "write_native"]
