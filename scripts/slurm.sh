@@ -10,8 +10,9 @@ if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
     echo "slurm.sh: no Slurm job is here: submit it, sbatch --nodes=N scripts/slurm.sh run --model … --head …" >&2
     exit 2
 fi
-master="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export DRAFTSMITH_MASTER="${MASTER:-$master}"
+# not piped into head: it may close the pipe while scontrol still writes, which pipefail makes an error
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export DRAFTSMITH_MASTER="${MASTER:-${hosts%%$'\n'*}}"
 # sbatch runs a copy of this file, so that the folder is the one that the job was submitted in
 export PATH="${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin:$PATH"
 exec srun --kill-on-bad-exit=1 bash -c \
