@@ -35,15 +35,23 @@ def _own_peak() -> int:
 def begin_peak() -> None:
     """Give freed pages back to the system and forget the peak so far, so that what follows has one of its own.
 
-    glibc keeps freed pages for the next allocation, and they count as the process's: 0.8 GB after the default target
-    has answered. Elsewhere than on Linux the peak only grows.
+    Elsewhere than on Linux the peak only grows.
     """
     global _children_before
     _children_before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    give_back()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def give_back() -> None:
+    """Give freed pages back to the system.
+
+    glibc keeps them for the next allocation, and they count as the process's: 0.8 GB after the default target has
+    answered.
+    """
     gc.collect()
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(AttributeError, OSError):  # another C library has no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)

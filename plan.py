@@ -273,7 +273,8 @@ def check_against(run: Path, model: str | None = None, hardware: str | None = No
         math.ceil(record["step"] / settings.validation_interval(record["step"])) + 1
     )  # and one after the pilot
     validated = record["val_documents"] * p.corpus.tokens / p.corpus.documents
-    seconds = train_seconds(p, record["tokens"], record["step"], validations, validated)
+    pilot = settings.minutes is not None
+    seconds = train_seconds(p, record["tokens"], record["step"], validations, validated, pilot)
     lines = [
         _line("disk: features", stored["all"], collected["record"]["bytes"], 0.02),
         _line("memory: train", memory["train"]["zero0"], record["peak_rss_bytes"], 0.2),

@@ -320,5 +320,5 @@ def test_a_time_limited_run_keeps_time_for_the_drift(
     stage.train_stage(recipe(minutes=20.0), folder=tmp_path / "a", **place)
     stage.train_stage(recipe(minutes=20.0), folder=tmp_path / "b", budget_seconds=600.0, **place)
     spent = time.monotonic() - before
-    for whole, left in zip((1200.0, 600.0), given, strict=True):
-        assert whole - 100.0 - spent <= left < whole - 100.0
+    for whole, left in zip((1200.0, 600.0), given, strict=True):  # what loading took is kept for the drift again
+        assert whole - 100.0 - 2 * spent <= left < whole - 100.0

@@ -34,12 +34,9 @@ from ..progress import say
 from .agreement import compare, disagreement
 from .checkpoint import RunState
 from .drift import LoadTarget
+from .schedule import decode_interval
 from .settings import DECODE_SLOTS, TrainSettings
 from .step import TrainStep
-
-SHARE = 0.05
-"""Most of a run's time that decoding may take where `decode_every` is "auto"."""
-_PASS_ROWS = 64  # a target's pass with fewer rows is bound by reading its weights and costs as much
 
 
 @dataclass(frozen=True)
@@ -142,19 +139,9 @@ class DecodedValidation:
         return None
 
     def interval(self, total_steps: int) -> int | None:
-        """Steps between two decodings; None = only at the end.
-
-        A function of settings and prompts alone. "auto" is a multiple of the steps between two validations, such that
-        the rows that decoding runs through the target are at most SHARE of those that the head is trained on: a row of
-        either costs about the same, the target has more weights, the head's are used forth and back in every step.
-        """
-        s = self.settings
-        if s.decode_every != "auto":
-            return s.decode_every
-        passes = s.decode_tokens * math.ceil(len(self.prompts) / DECODE_SLOTS)
-        rows = passes * max(_PASS_ROWS, DECODE_SLOTS * (self.depth + 1)) + sum(len(p.tokens) for p in self.prompts)
-        validation = s.validation_interval(total_steps)
-        return validation * math.ceil(rows / SHARE / (s.token_budget * s.accumulation * validation))
+        """Steps between two decodings; None = only at the end. A function of settings and prompts alone."""
+        tokens = sum(len(p.tokens) for p in self.prompts)
+        return decode_interval(self.settings, total_steps, len(self.prompts), tokens, self.depth)
 
     def is_due(self, state: RunState) -> bool:
         """Whether to decode after the step that was just taken; at the end always.

@@ -19,10 +19,15 @@ from ..heads.costs import HeadCosts
 from ..heads.shapes import TargetShapes
 from . import estimate as training
 from .estimate import Rows
+from .schedule import decode_interval
 from .settings import DECODE_SLOTS, DEFAULT_EPOCHS, TrainSettings
 
 _ARENA = 512
 """Cache rows come in blocks of so many."""
+_TAU = 1.4
+"""Tokens a step while held-out prompts are decoded, assumed: a head that is trained for minutes has little more."""
+_LOAD_RATE = 150e6
+"""Bytes a second at which a target is read, packed and probed; measured on two cores."""
 _SAVED_BYTES, _SAVE_RATE = 12, 200e6
 """Of a parameter in a checkpoint, at most, and bytes a second: what `train/schedule.py` reckons with, too."""
 
@@ -174,12 +179,14 @@ def _validation_memory(p: Planned) -> tuple[float, float]:
     return data.target_bytes(p.shapes, p.size, packed=not p.hardware.is_gpu), float(kv)
 
 
-def train_seconds(p: Planned, tokens: float, steps: float, validations: float, validated: float) -> float:
+def train_seconds(
+    p: Planned, tokens: float, steps: int, validations: float, validated: float, pilot: bool = False
+) -> float:
     """Seconds of training on one device's share.
 
     Args:
         tokens: of all batches; steps: of the optimizer; validations: how often, each with a checkpoint; validated:
-            held-out tokens of each.
+            held-out tokens of each; pilot: the run was limited by time, and measured what decoding costs beforehand.
     """
     h, e, share = p.hardware, p.efficiency, p.corpus.supervised
     keys = min(p.train.max_length, p.corpus.tokens / p.corpus.documents) / 2
@@ -187,7 +194,26 @@ def train_seconds(p: Planned, tokens: float, steps: float, validations: float, v
     overlap = 2.0 * p.costs.hidden * share * p.costs.steps * (p.shapes.vocab + p.costs.draft_vocab)
     rows = (tokens * whole + validations * validated * (whole / 3 * 2 + overlap)) / (h.bf16 * e.train)
     saving = validations * _SAVED_BYTES * p.costs.params / _SAVE_RATE
-    return rows + steps * training.update_flops(p.head) / (h.fp32 * e.update) + saving
+    decoding = decoded_seconds(p, steps, pilot)
+    return rows + steps * training.update_flops(p.head) / (h.fp32 * e.update) + saving + decoding
+
+
+def decoded_seconds(p: Planned, steps: int, pilot: bool = False) -> float:
+    """Seconds of decoding held-out prompts in a training of so many steps, the loading of the target among them."""
+    t, e, mean = p.train, p.efficiency, p.corpus.tokens / p.corpus.documents
+    if not t.decode_documents:
+        return 0.0
+    asked = round(mean * (1 - p.corpus.answer_tokens / p.corpus.tokens))  # tokens of a prompt
+    every = decode_interval(t, steps, t.decode_documents, t.decode_documents * asked, t.validate_depth)
+    times = (1 if every is None else math.ceil(steps / every)) + pilot
+    slots = min(DECODE_SLOTS, t.decode_documents)
+    at = {"batch": slots, "context": asked + t.decode_tokens // 2, "rows": t.validate_depth + 1}
+    one = max(
+        speedup.target_pass(p.shapes, p.hardware, **at).seconds / e.decode / p.copy_devices,
+        e.launch * p.shapes.layers,
+    )
+    passes = math.ceil(t.decode_documents / DECODE_SLOTS) * t.decode_tokens / _TAU
+    return times * passes * one + data.target_bytes(p.shapes, p.size, packed=False) / _LOAD_RATE
 
 
 def decode_rate(p: Planned, devices: int, slots: int, context: float) -> float:

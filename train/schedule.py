@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .settings import TrainSettings
+from .settings import DECODE_SLOTS, TrainSettings
 
 PILOT_STEPS = 11
 """Steps that measure a time-limited run's rate; the first is slower (allocations, page faults) and isn't counted."""
@@ -13,6 +13,11 @@ PILOT_STEPS = 11
 _CHECKPOINT_BYTES = 12
 """Per parameter at most: fp32 weight and two moments."""
 _SAVE_BYTES_PER_SECOND = 200e6
+
+DECODE_SHARE = 0.05
+"""Most of a run's time that decoding may take where `decode_every` is "auto"."""
+_PASS_ROWS = 64
+"""A target's pass with fewer rows is bound by reading its weights and costs as much."""
 
 COSINE_FLOOR = 0.02
 DECAY_SHARE = 1 / 3
@@ -72,3 +77,24 @@ def steps_within(
             break
         total -= 1
     return total
+
+
+def decode_interval(
+    settings: TrainSettings, total_steps: int, prompts: int, prompt_tokens: int, depth: int
+) -> int | None:
+    """Steps between two decodings of held-out prompts; None = only at the end.
+
+    "auto" is a multiple of the steps between two validations, such that the rows that decoding runs through the target
+    are at most `DECODE_SHARE` of those that the head is trained on: a row of either costs about the same, the target
+    has more weights, the head's are used forth and back in every step.
+
+    Args:
+        prompts: how many are decoded; prompt_tokens: of all of them; depth: K of the chain.
+    """
+    if settings.decode_every != "auto":
+        return settings.decode_every
+    passes = settings.decode_tokens * math.ceil(prompts / DECODE_SLOTS)
+    rows = passes * max(_PASS_ROWS, DECODE_SLOTS * (depth + 1)) + prompt_tokens
+    validation = settings.validation_interval(total_steps)
+    trained = settings.token_budget * settings.accumulation * validation
+    return validation * math.ceil(rows / DECODE_SHARE / trained)
