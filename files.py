@@ -42,9 +42,13 @@ def explain_os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DraftsmithError(_full(path)) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise DraftsmithError(
-                f"{path} can't be written ({error.strerror}); choose another place with --runs DIR or mend its rights"
+                f"{path} can't be written: a part of this path is a file; choose another place (--runs, --out)"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DraftsmithError(
+                f"{path} can't be written ({error.strerror}); choose another place (--runs, --out) or mend its rights"
             ) from error
         raise
     except Exception as error:

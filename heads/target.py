@@ -370,8 +370,11 @@ def fingerprint(folder: Path) -> str:
     config_file = folder / "config.json"
     if not config_file.exists():
         raise DraftsmithError(f"{folder} is not a model folder: it has no config.json")
-    config = json.loads(config_file.read_text())
-    config = config.get("text_config") or config
+    try:
+        config = json.loads(config_file.read_text("utf-8"))
+        config = config.get("text_config") or config
+    except (ValueError, AttributeError) as error:
+        raise DraftsmithError(f"{config_file} is no configuration: {error}; fetch the model again") from error
     stable = {k: config.get(k) for k in _STABLE_KEYS}
     stable["model_type"] = _SAME_TYPE.get(stable["model_type"], stable["model_type"])
     digest = hashlib.sha256(canonical_json(stable).encode())
@@ -380,8 +383,10 @@ def fingerprint(folder: Path) -> str:
         raise DraftsmithError(f"{folder} holds no *.safetensors; convert the model to safetensors first")
     for file in files:
         with open(file, "rb") as f:
-            size = struct.unpack("<Q", f.read(8))[0]
-            digest.update(f.read(size))
+            head = f.read(8)
+            if len(head) < 8:
+                raise DraftsmithError(f"{file} is cut off: fetch the model again")
+            digest.update(f.read(struct.unpack("<Q", head)[0]))
         with safe_open(file, "pt") as tensors:
             for name in sorted(tensors.keys()):
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")) or any(

@@ -19,6 +19,7 @@ import pytest
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import resolve
 from draftsmith.heads.resolve import model_entry, model_names, require_reachable, resolve_target
+from draftsmith.heads.target import fingerprint
 
 MEMBER = "tiny_model/tiny.gguf"
 SHAPES = {"hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tie_embeddings", "rope_theta"}
@@ -253,3 +254,14 @@ def test_cache_that_cannot_be_written_says_so(embedded, tmp_path):
 def test_cache_folder_comes_from_the_environment(embedded, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "elsewhere"))
     assert resolve_target("tiny", notify=lambda line: None).location.startswith(str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("config.json", "{", "is no configuration"), ("config.json", "[]", "is no configuration"),
+    ("model.safetensors", "abc", "is cut off"),
+])  # fmt: skip
+def test_a_broken_model_folder_is_named(tmp_path, name, text, said):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DraftsmithError, match=said):
+        fingerprint(tmp_path)
