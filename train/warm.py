@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import DraftsmithError
 from ..files import read_json, write_json
 from ..heads.base import DraftHead, TargetParts
 from ..heads.checkpoint import CONFIG, VOCAB
 from ..heads.config import HeadConfig, default_layer_ids
+from ..heads.formats import load
 from ..heads.formats.files import find_checkpoint, hub_id, pin
-from ..heads.formats.foreign import Foreign, heads_of, some
+from ..heads.formats.foreign import Foreign, heads_of
 from ..heads.formats.read import digest, read_foreign, recorded_layer_ids
-from ..heads.registry import head_family
 from ..heads.target import resolve_folder
 from ..heads.vocab import DraftVocab
 from ..manifest import PLAN
@@ -35,10 +34,6 @@ START = "start.json"
 """Beside a run's checkpoints: where its head came from, and what identifies that."""
 
 _SAME_NETWORK = {"medusa2": "medusa"}
-_ROUNDING = 0.005
-"""Most that a copy may differ from the target's tensor, as a share of its norm: bf16 rounds to 0.002."""
-_QUANTISED = 0.15
-"""The same where the target is quantised: four bits with a scale for a group of weights round to 0.1."""
 
 
 @dataclass(frozen=True)
@@ -298,75 +293,14 @@ def refuse_other_start(why: str, stage: Path, start: WarmStart | None) -> None:
 
 
 def check_fit(start: WarmStart, config: HeadConfig, vocab: DraftVocab) -> None:
-    """Compare names and shapes of the checkpoint's tensors with those of the head that is to take them over.
-
-    Raises:
-        DraftsmithError: missing, unexpected or misshaped tensors, or a head that can't be built of the values that came
-            with it.
-    """
-    if start.gone:
-        return
-    found, shapes = start.found, _shapes(start, config, vocab)
-
-    def called(ours: str) -> str:
-        return found.names.get(ours, ours)
-
-    missing = [called(n) for n in shapes if n not in found.tensors and not n.startswith(found.from_target)]
-    misshaped = [
-        f"{called(n)} is {list(x.shape)} instead of {list(shapes[n])}"
-        for n, x in found.tensors.items() if n in shapes and x.shape != shapes[n]
-    ]  # fmt: skip
-    unexpected = [called(n) for n in found.tensors if n not in shapes]
-    wrong = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
-    if any(wrong.values()):
-        told = "; ".join(f"{len(names)} {kind} ({some(sorted(names))})" for kind, names in wrong.items() if names)
-        raise DraftsmithError(f"{start.source} ({found.layout}) doesn't fit {heads_of(found.family)}; tensors: {told}")
-
-
-def _shapes(start: WarmStart, config: HeadConfig, vocab: DraftVocab) -> dict[str, torch.Size]:
-    """Shapes of the head's parameters by name; the head takes no memory."""
-    try:
-        with torch.device("meta"):
-            head = head_family(config.family).head(config, vocab)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # transformers' own, of rope's values
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DraftsmithError(
-            f"the config of the head at {start.source} makes no {heads_of(config.family)} head ({reason})"
-        ) from error
-    return {name: parameter.shape for name, parameter in head.named_parameters()}
+    """Refuse tensors that don't fit the head that is to take them over: see `load.check_fit`."""
+    if not start.gone:
+        load.check_fit(start.found, start.source, config, vocab)
 
 
 def check_copies(start: WarmStart, parts: TargetParts, quantised: bool) -> None:
-    """Refuse a head that brings other embedding or output rows than its target's, up to one factor.
-
-    Targets scale both in ways of their own, and a copy is of the tensor as it was or as it multiplies.
-
-    Args:
-        parts: of the target; quantised: whether its weights are, which widens the bound.
-    """
-    for what, copy in start.found.copies.items():
-        own = getattr(parts, what)
-        if copy.shape != own.shape:
-            told = f"has the shape {list(copy.shape)}, the target's {list(own.shape)}"
-        elif (apart := _apart(copy, own)) > (bound := _QUANTISED if quantised else _ROUNDING):
-            told = f"differs from the target's by {apart:.2%} of its size, and {bound:.1%} are allowed"
-        else:
-            continue
-        raise DraftsmithError(
-            f"the head at {start.source} was trained for another target, or with weights of its own: its {what} "
-            f"{told}; heads here read the target's own"
-        )
-
-
-def _apart(copy: Tensor, own: Tensor) -> float:
-    """Distance of a copy to the nearest multiple of a tensor above 0, as a share of the copy's norm."""
-    squares = both = size = 0.0
-    for a, b in zip(copy.split(4096), own.split(4096), strict=True):  # never all of it in fp32
-        x, y = a.double(), b.double()
-        squares, both, size = squares + float((x * x).sum()), both + float((x * y).sum()), size + float((y * y).sum())
-    if squares == 0.0 or size == 0.0:
-        return float(squares != size)
-    return float(max(0.0, 1.0 - max(0.0, both) ** 2 / (squares * size)) ** 0.5)
+    """Refuse a head that brings other embedding or output rows than its target's: see `load.check_copies`."""
+    load.check_copies(start.found, start.source, parts, quantised)
 
 
 @torch.no_grad()

@@ -17,26 +17,13 @@ from torch import Tensor
 
 from ...errors import DraftsmithError
 from ..vocab import DraftVocab
+from .export_layouts import layout as read_layout
 from .foreign import Foreign, block_of, heads_of, listed, vocabulary
 
-_LAYER = {
-    "self_attn.q_proj.weight": "q_proj.weight",
-    "self_attn.k_proj.weight": "k_proj.weight",
-    "self_attn.v_proj.weight": "v_proj.weight",
-    "self_attn.o_proj.weight": "o_proj.weight",
-    "post_attention_layernorm.weight": "post_attention_layernorm",
-    "mlp.gate_proj.weight": "gate_proj.weight",
-    "mlp.up_proj.weight": "up_proj.weight",
-    "mlp.down_proj.weight": "down_proj.weight",
-}
-_EAGLE3 = {
-    "fc.weight": "fc.weight",
-    "norm.weight": "norm",
-    "lm_head.weight": "lm_head.weight",
-    "{layer}input_layernorm.weight": "input_layernorm",
-    "{layer}hidden_norm.weight": "hidden_norm",
-    **{f"fc_norm.{i}.weight": f"fc_norm.{i}" for i in range(8)},
-}
+_PREFIXES = ("midlayer.", "layers.0.")
+"""Beginnings of the layer's tensors in the tables of configs/engines/layouts/."""
+_MOST_STATES = 8
+"""Norms of states that a file may have."""
 _NORMS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
 _EAGLE3_FAMILIES = (
     ("eagle3", _NORMS),
@@ -62,7 +49,7 @@ class Layout:
     Attributes:
         name: as messages call it.
         layer: what names of the decoder layer's tensors begin with; the first is what messages say.
-        tensors: the file's name to ours, beside the layer's.
+        table: layout in configs/engines/layouts/ whose table has the names; renamed: what this tool calls otherwise.
         copies: names of the target's own tensors that may travel along.
         families: a family and flags that it computes together, each.
         flags: what a flag is where the config says nothing.
@@ -73,12 +60,13 @@ class Layout:
 
     name: str
     layer: tuple[str, ...]
-    tensors: dict[str, str]
+    table: str
     copies: dict[str, str]
     families: tuple[tuple[str, dict[str, bool]], ...]
     flags: dict[str, bool]
     fixed: dict[str, bool] = field(default_factory=dict)
     shapes: str | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 _EMBED = {"embed_tokens.weight": "embed"}
@@ -86,7 +74,7 @@ _LAYOUTS = {
     "eagle1": Layout(
         "EAGLE-1 (EAGLE repository)",
         ("layers.0.",),
-        {"fc.weight": "fc.weight", "fc.bias": "fc.bias"},
+        "eagle1-sglang",
         {**_EMBED, "lm_head.weight": "lm_head"},
         (("eagle1", {}),),
         {},
@@ -95,7 +83,7 @@ _LAYOUTS = {
     "eagle3": Layout(
         "EAGLE-3 (EAGLE repository, SpecForge)",
         ("midlayer.", "layers.0."),
-        _EAGLE3,
+        "eagle3",
         _EMBED,
         _EAGLE3_FAMILIES,
         _NORMS,
@@ -104,17 +92,18 @@ _LAYOUTS = {
     "speculators.eagle": Layout(
         "speculators eagle",
         ("transformer.",),
-        {"fusion_fc.weight": "fc.weight", "fusion_fc.bias": "fc.bias"},
+        "eagle1-sglang",
         {**_EMBED, "lm_head.weight": "lm_head"},
         (("eagle1", {"layernorms": False}),),
         {"layernorms": False},
         _FIXED1,
         "transformer_layer_config",
+        {"fc.weight": "fusion_fc.weight", "fc.bias": "fusion_fc.bias"},
     ),
     "speculators.eagle3": Layout(
         "speculators eagle3",
         ("layers.0.",),
-        _EAGLE3,
+        "speculators-eagle3",
         _EMBED,
         _EAGLE3_FAMILIES,
         {**_NORMS, "norm_before_residual": True},
@@ -199,8 +188,14 @@ def read_eagle(layout: Layout, config: dict[str, Any], tensors: dict[str, Tensor
 def _names(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, str]:
     """The file's name of each of our parameters."""
     begins = next((x for x in layout.layer if any(name.startswith(x) for name in tensors)), layout.layer[0])
-    names = {ours: theirs.format(layer=begins) for theirs, ours in layout.tensors.items()}
-    return names | {f"layer.{ours}": begins + theirs for theirs, ours in _LAYER.items()}
+    names = {}
+    for row in read_layout(layout.table).rows:
+        for i in range(_MOST_STATES if row.each else 1):
+            theirs = layout.renamed.get(row.name, row.name).format(i=i)
+            prefix = next((x for x in _PREFIXES if theirs.startswith(x)), None)
+            if row.source is not None:
+                names[row.source.format(i=i)] = theirs if prefix is None else begins + theirs.removeprefix(prefix)
+    return names
 
 
 def _group(layout: Layout, config: dict[str, Any], where: Path) -> dict[str, Any]:

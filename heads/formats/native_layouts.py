@@ -28,6 +28,7 @@ class Layout:
         gemma: norms multiply by 1 + w.
         gate: attention has an output gate.
         experts: options of a mixture of experts, from the config.
+        served: most tokens that engines draft with its modules; None = as many as they are told.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Layout:
     gemma: bool = False
     gate: bool = False
     config_type: str | None = None
+    served: int | None = None
 
     def prefix(self, index: int, n_layers: int) -> str:
         """Beginning of the names of one module's decoder layer."""
@@ -191,7 +193,7 @@ LAYOUTS = (
     # MiMo is a Qwen2 with modules; where transformers is to load it without code of its own, its config says so
     Layout(
         "mimo", ("mimo", "qwen2"), "model.mtp_layers.{i}.", _MIMO_NAMES, r"model\.mtp_layers\.", "hidden_first",
-        "num_nextn_predict_layers", _no_experts, config_type="qwen2",
+        "num_nextn_predict_layers", _no_experts, config_type="qwen2", served=1,
     ),
 )  # fmt: skip
 """Each model type is one layout's."""

@@ -296,19 +296,27 @@ def _read_part(checkpoint: _Checkpoint, layout: Layout, part: Part) -> dict[str,
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _check_options(config: MtpConfig, options: dict[str, Any], layout: Layout, target: Path) -> None:
-    """Refuse a head that computes something else than the layout's modules."""
-    found = config.to_dict()
+def differing(config: Mapping[str, Any], options: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where a head computes something else than MTP modules: name, its value, and theirs.
+
+    Args:
+        config: of the head (`to_dict`); options: what a target's modules fix (`native_options`).
+    """
+    found, wanted = dict(config), dict(options)
     for field, table in (("attention", ATTENTIONS), ("mlp", MLPS)):
-        for values in (found, options):
+        for values in (found, wanted):
             kind = table[values[field]["kind"]].options
             values[field] = {"kind": values[field]["kind"], **vars(read_options(values[field], kind, field))}
-    for name, value in options.items():
-        if found[name] != value:
-            raise DraftsmithError(
-                f"the head's {name} = {found[name]!r} is not what MTP modules of {target} ({layout.name}) compute: "
-                f"{value!r}; only a head that was trained with theirs can be written back"
-            )
+    return [(name, found.get(name), value) for name, value in wanted.items() if found.get(name) != value]
+
+
+def _check_options(config: MtpConfig, options: dict[str, Any], layout: Layout, target: Path) -> None:
+    """Refuse a head that computes something else than the layout's modules."""
+    for name, found, value in differing(config.to_dict(), options):
+        raise DraftsmithError(
+            f"the head's {name} = {found!r} is not what MTP modules of {target} ({layout.name}) compute: {value!r}; "
+            "only a head that was trained with theirs can be written back"
+        )
 
 
 def _copy(checkpoint: _Checkpoint, changed: Mapping[str, Tensor], folder: Path) -> None:
@@ -350,4 +358,4 @@ def _bytes(x: Tensor) -> bytes:
     return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-__all__ = ["find_layout", "native_options", "read_native", "write_native"]
+__all__ = ["differing", "find_layout", "native_options", "read_native", "write_native"]
