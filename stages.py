@@ -1,4 +1,4 @@
-"""The stages of a run: prompts, answers, features, vocabulary and training, measurement and report.
+"""The stages of a run before it is measured (`evaluation.py`): prompts, answers, features, vocabulary, training.
 
 Every stage decides by its own manifest what is left to do; this module knows where things lie. Nothing heavy is
 imported before there is work.
@@ -7,7 +7,6 @@ imported before there is work.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DraftsmithError
-from .eval.report import PAGE, REPORT
-from .files import read_json, sha256_file, write_json, write_text
+from .files import read_json, write_text
 from .manifest import MANIFEST, PLAN, Stage
-from .memory import begin_peak
+from .memory import begin_peak, give_back
 from .progress import say
 from .run import Run
 from .run_config import LIMITS, RunConfig, plan_minutes, to_yaml
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from .data_recipes.prepare import PrepareSettings
     from .data_recipes.recipe import Recipe
 
-EVAL_VERSION = 2
 SECONDS_VARIABLE = "DRAFTSMITH_TRAIN_SECONDS"
 """Hands the time that is left to the processes that train."""
 COMMAND_VARIABLE = "DRAFTSMITH_COMMAND"
@@ -129,6 +126,7 @@ def train(run: Run, minutes: float | None) -> Stage:
         return Stage(run.training, read_json(run.training / MANIFEST)["identity"])
     seconds = None if minutes is None else 60 * minutes
     run.release_target()
+    give_back()
     if not _is_shared(run):
         record = _train_here(run, seconds)
         if LEFT_VARIABLE in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -287,110 +285,6 @@ def command_line() -> str:
         return "the same command again"
     typed = shlex.join(["draftsmith", *sys.argv[1:]])
     return f"{typed} (or the same make command)" if "MAKELEVEL" in os.environ else typed
-
-
-def check_trees(config: RunConfig) -> None:
-    """Refuse trees that can't be read, or that are asked for and deeper than the head drafts, before any work is done.
-
-    Raises:
-        DraftsmithError: names the tree.
-    """
-    from .eval.decoder.trees import refuse_deeper, written
-    from .eval.harness import EvalSettings
-    from .heads.costs import planned_depth
-
-    EvalSettings(**config.eval.model_dump())
-    if not _own_trees(config):
-        head = config.head_options
-        refuse_deeper(written(config.eval.trees), planned_depth(head.family, head.steps, head.options))
-
-
-def _own_trees(config: RunConfig) -> bool:
-    """Whether the trees are those of the head's file."""
-    from .train.settings import load_head_recipe
-
-    return config.eval.trees == load_head_recipe(config.head).decode.trees
-
-
-def _trees_for(config: RunConfig, most: int | None) -> list[str]:
-    """The trees to try; of the head file's own those no deeper than the head drafts (`most`), the others are named."""
-    from .eval.decoder.trees import deeper, written
-
-    left_out = deeper(written(config.eval.trees), most) if _own_trees(config) else []
-    if left_out:
-        say(f"left out: {', '.join(left_out)}; the head drafts {most} token{'s' * (most != 1)}")
-    return [tree for tree in config.eval.trees if tree not in left_out]
-
-
-def eval_folder(run: Run) -> Path:
-    """Where the evaluation with these settings lies."""
-    return run.folder / "eval" / f"{run.config.eval.prompts}x{run.config.eval.max_new_tokens}"
-
-
-def evaluate(run: Run) -> Stage:
-    """Measure the best checkpoint and write the report."""
-    from .eval.trained import BEST, adapter_of
-
-    settings = run.config.eval
-    checkpoint = run.training / BEST
-    if not (checkpoint / "model.safetensors").exists():
-        raise DraftsmithError(
-            f"{run.training} holds no trained head: run 'draftsmith train' with the same options first"
-        )
-    folder, adapter = eval_folder(run), adapter_of(checkpoint)
-    weights = sha256_file(checkpoint / "model.safetensors")
-    identity = {
-        "head": weights,
-        "files": {
-            str(path.relative_to(checkpoint)): sha256_file(path)
-            for path in sorted(checkpoint.rglob("*"))
-            if path.name in _DECODED
-        },
-        "settings": settings.model_dump(),
-        "template_kwargs": run.config.template_kwargs,
-        "fingerprint": run.info.fingerprint,
-    }
-    stage = Stage.open(folder, "eval", EVAL_VERSION, identity)
-    if stage.manifest is None or not (folder / REPORT).exists():
-        from .eval.harness import EvalSettings
-        from .eval.harness import evaluate as measure
-        from .eval.journal import Journal
-        from .heads.checkpoint import load_head
-
-        target, head = run.load_target() if adapter is None else run.load_tuned(adapter), load_head(checkpoint)
-        asked = settings.model_dump() | {"trees": _trees_for(run.config, head.most_depth)}
-        wanted = EvalSettings(**asked, template_kwargs=run.config.template_kwargs)
-        journal = Journal.open(folder / "journal.jsonl")
-        report = measure(target, head, wanted, journal, checkpoint)
-        write_json(folder / REPORT, {**report, "head_sha256": weights})
-        stage.finish(report=str(folder / REPORT))
-        publish(run, folder)
-    elif not _published(run, weights):
-        publish(run, folder)
-    return stage
-
-
-_DECODED = ("vocab.safetensors", "tree.json", "adapter_config.json", "adapter_model.safetensors")
-"""Files beside a head's weights that decide how it is decoded."""
-
-
-def _published(run: Run, weights: str) -> bool:
-    """Whether the run's folder shows a report on this head; a fuller one that `eval` made counts, too."""
-    shown = [run.folder / REPORT, run.folder / PAGE]
-    return all(path.exists() for path in shown) and read_json(shown[0])["head_sha256"] == weights
-
-
-def publish(run: Run, folder: Path) -> None:
-    """Put this evaluation's report into the run's folder, with the page that shows it."""
-    from .eval.report.page import write_page
-
-    report = read_json(folder / REPORT)
-    write_json(run.folder / REPORT, report)
-    write_page(run.folder / PAGE, report, _curve(run.training / "metrics.jsonl"), stage_records(run, folder))
-
-
-def _curve(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 def stage_folders(run: Run, evaluation: Path) -> dict[str, Path]:

@@ -29,23 +29,23 @@ class Journal:
         self._values: dict[str, Any] = dict(values or {})
 
     @classmethod
-    def open(cls, path: Path) -> Journal:
-        """Read what earlier processes left, and note that this one goes on with it.
+    def read(cls, path: Path) -> Journal:
+        """Read what earlier processes left, where this one may have nothing to add.
 
         Raises:
             DraftsmithError: a line is damaged that is not the last one. The last one may be torn: it is dropped then.
         """
-        values: dict[str, Any] = {}
-        sessions = 1
         with explain_os_errors(path):
             records = _read(path)
-        for record in records:
-            if "session" in record:
-                sessions += 1
-            else:
-                values[record["key"]] = record["value"]
-        journal = cls(path, sessions, values)
-        journal._append({"session": sessions})
+        values = {record["key"]: record["value"] for record in records if "key" in record}
+        return cls(path, len(records) - sum("key" in record for record in records), values)
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Read what earlier processes left, and note that this one goes on with it; raises as `read` does."""
+        journal = cls.read(path)
+        journal.sessions += 1
+        journal._append({"session": journal.sessions})
         return journal
 
     def get(self, key: str) -> Any:

@@ -36,6 +36,18 @@ class Step(Protocol):
         """Tokens emitted after cutting, the bonus token included."""
 
 
+class Answer(Protocol):
+    """A decoded prompt: its steps, and the seconds that they took."""
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """In their order; the prefill is none of them."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the steps."""
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """Figures of one set of decoded prompts.
@@ -118,6 +130,11 @@ class Timing:
     seconds: float
 
 
+def timings(answers: Sequence[Answer]) -> list[Timing]:
+    """Tokens and seconds of the decoding steps of each answer."""
+    return [Timing(sum(s.emitted for s in answer.steps), answer.seconds) for answer in answers]
+
+
 def tokens_per_second(timings: Sequence[Timing]) -> float:
     """Pooled tokens / seconds; 0 where nothing was timed."""
     return _ratio(sum(t.tokens for t in timings), sum(t.seconds for t in timings))
@@ -161,6 +178,14 @@ def expected_tau(conditional: Sequence[float], depth: int) -> float:
         reach *= share
         tau += reach
     return tau
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile, between neighbours by the straight line; zeros where nothing was timed."""
+    if not len(seconds):
+        return {"p50": 0.0, "p95": 0.0}
+    low, high = np.quantile(np.asarray(seconds, dtype=np.float64), [0.5, 0.95])
+    return {"p50": float(low), "p95": float(high)}
 
 
 def _ratio(top: float, bottom: float) -> float:

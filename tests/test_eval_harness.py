@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import check, harness
-from draftsmith.eval.decoder.loop import StepLog
+from draftsmith.eval.choose import expected
+from draftsmith.eval.decoder.loop import Request, StepLog
 from draftsmith.eval.decoder.search import parse_shape
 from draftsmith.eval.harness import EvalSettings, evaluate
 from draftsmith.eval.metrics import acceptance
 from draftsmith.eval.ranks import RankWatch
-from draftsmith.eval.report.charts import figure
 from draftsmith.eval.report.page import write_page
 from draftsmith.eval.report.terminal import print_summary, summary_rows
 from draftsmith.eval.tune import PLAIN
@@ -52,7 +51,7 @@ def report(tiny_target):
 
 def test_report_holds_what_is_promised(report):
     s = report["summary"]
-    assert report["schema"] == "draftsmith.report/2"
+    assert report["schema"] == "draftsmith.report/3"
     assert set(s["setting"]) == {"kind", "tree", "depth", "nodes", "temperature", "batch", "dtype"}
     assert s["setting"]["kind"] == "chain"
     assert s["setting"]["tree"] == f"chain:{s['setting']['depth']}"
@@ -75,6 +74,16 @@ def test_report_holds_what_is_promised(report):
     assert sum(row["measured_tokens_per_s"] is not None for row in report["tuning"]["table"]) == 2
     assert [cost["rows"] for cost in report["passes"].values()] == [1, 2, 3, 4, 5]
     assert len(report["prompts"]["sha256"]) == 64
+    assert set(report["by"]) == {"category", "language", "context", "turn"}
+    assert [row["temperature"] for row in report["temperatures"]] == [0.0]
+    for way in ("plain", "speculative"):
+        assert 0 < report["ttft"][way]["p50"] <= report["ttft"][way]["p95"]
+    assert sum(report["time"].values()) == pytest.approx(1)
+    assert min(report["time"].values()) > 0
+    assert 0 < s["measuring_overhead"] < 0.5  # a tiny target's passes cost next to nothing
+    (benchmark,) = report["benchmarks"]
+    assert (benchmark["name"], benchmark["n_prompts"], benchmark["dropped"]) == ("builtin", 4, [])
+    assert (benchmark["tau"], benchmark["speedup"]) == (s["tau"], s["speedup"])
     json.dumps(report, allow_nan=False)
 
 
@@ -113,7 +122,7 @@ def test_equal_trees_are_expected_to_emit_the_same():
     trees = {text: parse_shape(text) for text in ("chain:1", "chain:2", "static:0,0.0")}
     figures = acceptance([[StepLog(2, 2, 1)], [StepLog(2, 1, 2), StepLog(2, 0, 1)]])  # the first is cut
     assert figures.tau == pytest.approx(4 / 3)
-    taus = harness._expected(trees, {"chain:2": figures, "static:0,0.0": figures})
+    taus = expected(trees, {"chain:2": figures, "static:0,0.0": figures})
     assert taus == {text: pytest.approx(tau) for text, tau in [("chain:1", 5 / 3), ("chain:2", 2), ("static:0,0.0", 2)]}
 
 
@@ -222,7 +231,7 @@ def test_lossy_answers_are_not_compared(tiny_target):
 
 
 def check_request(target):
-    return harness.Request("a", target.tokenizer.encode("the quick brown fox"), 8)
+    return Request("a", target.tokenizer.encode("the quick brown fox"), 8)
 
 
 def test_a_speedup_beyond_the_ceiling_is_flagged(tiny_target, monkeypatch):
@@ -251,6 +260,10 @@ def test_another_targets_head_is_refused(tiny_target):
     [
         ({"prompts": 0}, "eval.prompts = 0"),
         ({"trees": []}, "eval.trees is empty"),
+        ({"bench": []}, "eval.bench is empty"),
+        ({"bench": ["builtin", "builtin"]}, "names builtin 2 times"),
+        ({"temperatures": [0.5, -1.0]}, "eval.temperatures: -1.0 must be at least 0"),
+        ({"temperatures": [float("inf")]}, "eval.temperatures: inf must be .* finite"),
         ({"trees": ["chain:2", "chain:2"]}, "names chain:2 2 times"),
         ({"trees": ["bush:2"]}, "eval.trees: the tree 'bush:2' can't be read; write chain:4.*own:32"),
         ({"trees": ["chain:0"]}, "eval.trees: the tree 'chain:0' can't be read|depth 0 must be at least 1"),
@@ -260,44 +273,3 @@ def test_another_targets_head_is_refused(tiny_target):
 def test_bad_settings_are_named(values, told):
     with pytest.raises(DraftsmithError, match=told):
         EvalSettings(**values)
-
-
-class _Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.text, self.tags = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "rect", "line", "polyline", "circle"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in ("meta", "rect", "line", "polyline", "circle"):
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def test_page_is_whole_and_holds_every_figure(report, tmp_path):
-    curve = [{"kind": "train", "step": i, "loss": 3.0 - i / 10} for i in range(1, 9)]
-    curve += [{"kind": "validation", "step": 8, "tau_walk": 1.4, "loss": 9.0}]
-    stages = {"regenerate": {"seconds": 12.5, "peak_rss_bytes": 3 * 2**20}, "train": {"seconds": 321.0}}
-    write_page(tmp_path / "report.html", report, curve, stages)
-    text = (tmp_path / "report.html").read_text()
-    page = _Page()
-    page.feed(text)
-    assert page.open == []
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe"}
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert sum(tag == "svg" for tag, _ in page.tags) == 6
-    shown = " ".join(page.text)
-    for _, value in summary_rows(report):
-        assert value in shown
-    s = report["summary"]
-    figures = [*s["chain"]["acceptance_conditional"], *s["chain"]["acceptance_cumulative"], 12.5, 321.0]
-    figures += [row["predicted_tokens_per_s"] for row in report["tuning"]["table"]]
-    figures += [1000 * v for cost in report["passes"].values() for name, v in cost.items() if name != "rows"]
-    for value in figures:
-        assert figure(value) in shown

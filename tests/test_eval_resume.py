@@ -15,16 +15,18 @@ from draftsmith.eval import harness
 from draftsmith.eval.decoder.loop import Result, StepLog
 from draftsmith.eval.harness import evaluate
 from draftsmith.eval.journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
+from draftsmith.eval.measure import WARM_UPS
 from draftsmith.eval.metrics import acceptance
 from draftsmith.eval.tune import PLAIN, PassCosts, Tuning
 
 # one candidate: which of several K is fastest would depend on the clock
 ONE = dataclasses.replace(SMALL, trees=["chain:2"])
 PROMPTS = SMALL.prompts
-WARM = 2 * harness.WARM_UPS
+WARM = 2 * WARM_UPS
 CHOICE = WARM + SMALL.timed_prompts * 2 + SMALL.timed_prompts * 2
 """Answers decoded alone before the held-out ones: warm-ups, pass costs and leaders, plainly and with the chain."""
-ENTRIES = 1 + 3 * PROMPTS
+ENTRIES = 1 + 3 * PROMPTS + 1
+"""The choice, three for each prompt, and the drawn tree."""
 DECODE, PUT = harness.Bench.decode, Journal.put
 
 
@@ -71,13 +73,14 @@ def stop_after(monkeypatch, decodes):
 def greedy(report):
     """All that no clock decides."""
     clocked = {"speedup", "speedup_ci", "tokens_per_s", "baseline_tokens_per_s", "generate_tokens_per_s"}
-    clocked |= {"overhead", "flag"}
+    clocked |= {"overhead", "measuring_overhead", "flag"}
     summary = {key: value for key, value in report["summary"].items() if key not in clocked}
     raw = {
-        kind: [{key: value for key, value in row.items() if key != "seconds"} for row in report["prompts"][kind]]
+        kind: [{k: v for k, v in row.items() if k not in ("seconds", "ttft")} for row in report["prompts"][kind]]
         for kind in ("plain", "speculative", "chain", "generate")
     }
-    return summary, raw, report["prompts"]["sha256"], report["tuning"]["acceptance_conditional"], report["check"]
+    parts = [report[name] for name in ("check", "samples", "tree")]
+    return summary, raw, report["prompts"]["sha256"], report["tuning"]["acceptance_conditional"], parts
 
 
 @pytest.mark.parametrize("decodes", [2, CHOICE - 1, CHOICE, CHOICE + 1, CHOICE + 5])
@@ -133,7 +136,7 @@ def test_no_entry_is_measured_twice(tiny_target, head, whole, bars, tmp_path, mo
 def test_a_whole_journal_gives_the_very_report_without_decoding(tiny_target, head, tmp_path, monkeypatch, tree):
     settings = dataclasses.replace(SMALL, trees=[tree])
     first = evaluate(tiny_target, head, settings, Journal.open(tmp_path / "journal.jsonl"))
-    for name in ("decode", "decode_all", "generate"):
+    for name in ("decode", "decode_all", "generate", "draw"):
         monkeypatch.setattr(harness.Bench, name, lambda *_: pytest.fail("decoded again"))
     again = evaluate(tiny_target, head, settings, Journal.open(tmp_path / "journal.jsonl"))
     assert (first["environment"].pop("sessions"), again["environment"].pop("sessions")) == (1, 2)

@@ -83,7 +83,7 @@ def test_a_head_comes_out_that_decodes_as_the_target(run: tuple[Path, str], tiny
     report = json.loads((out / "report.json").read_text())
     assert report["summary"]["output_check"] == "identical"
     assert report["summary"]["speedup"] > 0
-    assert report["prompts"]["name"] == "builtin-heldout"
+    assert report["prompts"]["name"] == "builtin"
     assert "τ, tokens a step" in printed
 
 
