@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 from ..data_recipes.store import FeatureStore
+from ..eval.report.wandb_run import WANDB_ID, end_run, is_wanted, start_run
 from ..files import read_json, write_text
 from ..heads.base import DraftHead
 from ..manifest import MANIFEST
-from ..progress import say
 from .settings import TrainSettings
 
-METRICS, WANDB_ID = "metrics.jsonl", "wandb-id.txt"
-_KEY = "WANDB_API_KEY"
+METRICS = "metrics.jsonl"
 
 
 class Tracker:
@@ -42,12 +39,12 @@ class Tracker:
         lines = _whole_lines(self.path)
         write_text(self.path, "".join(text for text, values in lines if values["step"] <= step))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        wanted = bool(os.environ.get(_KEY)) if wandb is None else wandb
+        wanted = is_wanted(wandb)
         self._sent: dict[str, int] = {}
         """The last step, by kind, that W&B has."""
         if wanted and (folder / WANDB_ID).exists():
             self._sent = {values["kind"]: values["step"] for _, values in lines}
-        self._run = _start_wandb(folder, config or {}) if wanted else None
+        self._run = start_run(folder, "/".join(folder.parts[-3:]), config or {}) if wanted else None
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write figures of one kind ("train" or "validation") after `step` steps; what isn't finite becomes null."""
@@ -61,9 +58,7 @@ class Tracker:
         """Close the file and the W&B run; says how to upload one that ran offline."""
         self._file.close()
         if self._run is not None:
-            self._run.finish()
-            if self._run.offline:
-                say(f"Weights & Biases ran offline; to upload: wandb sync {self._run.sync_dir}")
+            end_run(self._run)
 
 
 def describe_run(settings: TrainSettings, head: DraftHead, store: FeatureStore, world: int) -> dict[str, Any]:
@@ -86,41 +81,6 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
             except (ValueError, KeyError):
                 break
     return found
-
-
-def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
-    if os.environ.get("WANDB_MODE") == "disabled":
-        return None
-    if not os.environ.get(_KEY):
-        os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("WANDB_SILENT", "true")  # it is said here what it would say
-    os.environ.setdefault("WANDB_CONSOLE", "off")
-    try:
-        import wandb
-
-        return wandb.init(
-            project="draftsmith",
-            id=_run_id(folder),
-            resume="allow",
-            name="/".join(folder.parts[-3:]),
-            dir=str(folder),
-            config=config,
-        )
-    except Exception as error:  # figures on a web page are no reason to lose a training run
-        say(f"Weights & Biases is left out: {_without_key(str(error))}")
-        return None
-
-
-def _run_id(folder: Path) -> str:
-    path = folder / WANDB_ID
-    if not path.exists():
-        write_text(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8").strip()
-
-
-def _without_key(text: str) -> str:
-    key = os.environ.get(_KEY)
-    return text.replace(key, "<key>") if key else text
 
 
 def _plain(value: Any) -> Any:

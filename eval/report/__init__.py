@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-REPORT, PAGE = "report.json", "report.html"
+REPORT, PAGE, LOAD, TUNE = "report.json", "report.html", "load.json", "tune.json"

@@ -1,8 +1,8 @@
-"""A comparison of all ways to decode as one table in the terminal."""
+"""A comparison of all ways to decode in the terminal: one table over all prompts, and one a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .charts import short
@@ -14,9 +14,23 @@ WIDTH = 150
 """Characters of the table where standard output is no terminal that says how wide it is."""
 
 
+BENCHMARK_COLUMNS = ("scheme", "all")
+"""Of the table by benchmark; a column a benchmark comes behind them."""
+
+
 def comparison_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One row a way to decode, in the order of COLUMNS."""
     return [_row(scheme) for scheme in result["schemes"]]
+
+
+def benchmark_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """τ and speed-up of each way over all prompts and over each benchmark's."""
+    tables: list[Sequence[Mapping[str, Any]]] = [result["schemes"], *(b["schemes"] for b in result["benchmarks"])]
+    return [(row[0]["name"], *map(_short_figures, row)) for row in zip(*tables, strict=True)]
+
+
+def _short_figures(s: Mapping[str, Any]) -> str:
+    return f"{s['tau']:.2f}, " + (_speedup(s) if s["speedup"] is None else f"{s['speedup']:.2f}×")
 
 
 def _row(s: Mapping[str, Any]) -> tuple[str, ...]:
@@ -44,13 +58,15 @@ def _speedup(s: Mapping[str, Any]) -> str:
 
 
 def _lossless(s: Mapping[str, Any]) -> str:
+    if s["lossless"] is None:
+        return "by its law"
     if not s["lossless"]:
         return "no"
     return "yes" if s["baseline"] == "plain" else "vs the tuned target"
 
 
 def print_comparison(result: Mapping[str, Any]) -> None:
-    """Print the table on standard output, and below it what it doesn't say."""
+    """Print the tables on standard output, and below them what they don't say."""
     from rich.console import Console
     from rich.table import Table
 
@@ -58,13 +74,26 @@ def print_comparison(result: Mapping[str, Any]) -> None:
     if not console.is_terminal:
         console.width = WIDTH
     prompts, e = result["prompts"], result["environment"]
-    title = f"{result['model']}: {prompts['count']} held-out prompts × {prompts['max_new_tokens']} new tokens, greedy"
-    table = Table(*COLUMNS, title=title, caption=f"{e['processor']}, {e['threads']} threads, {e['dtype']}")
+    how = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
+    title = (
+        f"{result['model']}: {prompts['count']} prompts ({prompts['name']}) × {prompts['max_new_tokens']} new tokens"
+    )
+    table = Table(*COLUMNS, title=f"{title}, {how}", caption=f"{e['processor']}, {e['threads']} threads, {e['dtype']}")
     for row in comparison_rows(result):
         table.add_row(*row)
     console.print(table)
+    if len(result["benchmarks"]) > 1:
+        by = Table(*BENCHMARK_COLUMNS, *(b["name"] for b in result["benchmarks"]), title="τ and speed-up by benchmark")
+        for row in benchmark_rows(result):
+            by.add_row(*row)
+        console.print(by)
+    for benchmark in result["benchmarks"]:
+        for problem in benchmark["problems"]:
+            console.print(f"{benchmark['name']}: {problem}", markup=False)
     for s in result["schemes"]:
-        if not s["lossless"]:
+        if not s["tau"]:
+            console.print(f"{s['name']}: every answer ends with its first token; no speed-up is given", markup=False)
+        if s["lossless"] is False:
             console.print(f"{s['name']}: {s['output_check']}; no speed-up is given", markup=False)
         if s["flag"]:
             console.print(f"{s['name']}: {s['flag']}", markup=False)
