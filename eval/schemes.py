@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..errors import DraftsmithError
-from ..heads.checkpoint import load_head
+from ..heads.formats.load import load_any
 from ..heads.resolve import require_reachable, resolve_target
 from ..heads.target import Target
 from .decoder.drafters import make_drafter
@@ -20,7 +20,14 @@ from .decoder.search import Shape, parse_shape
 from .decoder.trees import OwnTree, shape_for
 from .decoder.types import Drafter
 
-DEFAULT_TREE = "chain:4"
+DEFAULT_DEPTH = 4
+"""K of the chain that is drafted where nobody says anything; less where a head drafts less."""
+DEFAULT_TREE = f"chain:{DEFAULT_DEPTH}"
+
+
+def default_tree(most_depth: int | None) -> str:
+    """Text of the chain that a head drafts where nobody says anything, which drafts `most_depth` tokens at most."""
+    return f"chain:{min(DEFAULT_DEPTH, most_depth or DEFAULT_DEPTH)}"
 
 
 def read_tree(text: str, checkpoint: Path | None) -> Shape:
@@ -41,7 +48,7 @@ class SchemeOptions:
     """What a scheme may be given; None (or False) where nothing was said.
 
     Attributes:
-        head: checkpoint folder of a trained head.
+        head: checkpoint folder of a trained head, in any layout that can be read.
         draft_model: short name, hub id or folder of a small model with the target's tokenizer.
         tree: shape of the drafted trees, see `decoder.trees.shape_for`.
         with_prompt_lookup: add what Prompt Lookup finds to every tree.
@@ -78,9 +85,9 @@ class Scheme:
 
 def _with_head(target: Target, options: SchemeOptions) -> Drafter:
     assert options.head is not None
-    head = load_head(options.head)
-    target.check_head(head.config)
-    return make_drafter(head, target.parts(), options.shape())
+    head = load_any(options.head, target)
+    tree = options.tree or default_tree(head.most_depth)
+    return make_drafter(head, target.parts(), read_tree(tree, options.head))
 
 
 def _with_draft_model(target: Target, options: SchemeOptions) -> Drafter:

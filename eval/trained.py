@@ -94,7 +94,7 @@ def trained_head(home: Path, name: str) -> Trained:
     Args:
         name: of the folder: head or head@run.
     """
-    found = _at(home, name)
+    found = trained_at(home, name)
     if not (found.checkpoint / WEIGHTS).is_file():
         others = ", ".join(other.name for other in trained_heads(home))
         raise DraftsmithError(
@@ -108,10 +108,11 @@ def trained_heads(home: Path) -> list[Trained]:
     """All heads below `home` = runs/<model>, by name: those with weights, and ways to decode these with a report."""
     weights = {path.parents[len(BEST.parts) + 1].name for path in home.glob(f"*/{TRAIN}/{BEST}/{WEIGHTS}")}
     reports = {path.parent.name for path in home.glob(f"*/{REPORT}")}
-    found = [_at(home, name) for name in sorted(weights | reports)]
+    found = [trained_at(home, name) for name in sorted(weights | reports)]
     return [head for head in found if head.train.parent.name in weights]
 
 
-def _at(home: Path, name: str) -> Trained:
+def trained_at(home: Path, name: str) -> Trained:
+    """What a run's folder below `home` = runs/<model> stands for, whether anything is there or not."""
     head, at, run = name.partition("@")
     return Trained(name, home / name, home / (weights_of(head) + at + run) / TRAIN)

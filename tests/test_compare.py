@@ -19,10 +19,13 @@ from draftsmith import cli
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import compare as module
 from draftsmith.eval.compare import CompareSettings, compare
-from draftsmith.eval.report.comparison import COLUMNS, comparison_rows, print_comparison
+from draftsmith.eval.harness import EvalSettings, load_benchmarks
+from draftsmith.eval.report.comparison import COLUMNS, benchmark_rows, comparison_rows, print_comparison
+from draftsmith.eval.report.content import SAMPLED
 from draftsmith.files import sha256_file, write_json
 from draftsmith.heads.checkpoint import WEIGHTS, save_head
 from draftsmith.heads.medusa2 import Medusa2Head, medusa2_config
+from draftsmith.heads.mtp import MtpHead, mtp_config
 from draftsmith.heads.resolve import resolve_target
 from draftsmith.heads.vocab import DraftVocab
 
@@ -84,7 +87,8 @@ def by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_every_way_is_there_with_its_own_tree(result: dict[str, Any], tiny_target: Any) -> None:
     found = by_name(result)
     assert list(found) == [
-        "plain", "prompt-lookup", "lookahead", "eagle1", "eagle2", "eagle3@tree", "eagle3@tree + prompt-lookup",
+        "plain", "prompt-lookup", "lookahead", "lookahead + prompt-lookup", "eagle1", "eagle2", "eagle3@tree",
+        "eagle3@tree + prompt-lookup",
     ]  # fmt: skip
     trees = {name: scheme["tree"] for name, scheme in found.items()}
     assert (trees["eagle1"], trees["eagle2"], trees["eagle3@tree"]) == ("chain:4", "dynamic:2x2x4", "static:0,1,0.0")
@@ -119,7 +123,8 @@ def test_the_table_holds_every_figure(result: dict[str, Any], capsys: pytest.Cap
     assert f"{by_name(result)['eagle2']['tau']:.2f}" == rows["eagle2"]["τ"]
     print_comparison(result)
     shown = capsys.readouterr().out
-    assert "2 held-out prompts × 10 new tokens" in shown
+    assert "2 prompts (builtin) × 10 new tokens, greedy" in shown
+    assert "by benchmark" not in shown
 
 
 def test_everybody_goes_first_and_last_equally_often() -> None:
@@ -179,7 +184,9 @@ def test_a_pass_costs_the_median_over_prompts(monkeypatch: pytest.MonkeyPatch) -
 
 def identity(settings: CompareSettings) -> dict[str, Any]:
     source = resolve_target(settings.model)
-    return module._identity(source, module._chosen(settings.runs / source.name, settings.heads), settings)
+    heads = module._chosen(settings.runs / source.name, settings.heads)
+    asked = EvalSettings(prompts=settings.prompts, bench=list(settings.benchmarks))
+    return module._identity(source, heads, settings, load_benchmarks(asked))
 
 
 def test_what_a_comparison_shows_is_in_its_identity(settings: CompareSettings) -> None:
@@ -210,6 +217,14 @@ def test_what_a_comparison_shows_is_in_its_identity(settings: CompareSettings) -
     write_json(home / "eagle2" / "report.json", report_on(best, "chain:1", 9.0))  # prompt lookup joins this one now
     assert changed()
     settings = dataclasses.replace(settings, draft_model=settings.model)
+    assert changed()
+    settings = dataclasses.replace(settings, temperature=0.5)
+    assert changed()
+    file = settings.runs / "mine.jsonl"
+    file.write_text('{"prompt": "a story"}\n')
+    settings = dataclasses.replace(settings, benchmarks=(str(file),))
+    assert changed()
+    file.write_text('{"prompt": "another story"}\n')
     assert changed()
 
 
@@ -257,6 +272,34 @@ def test_wrong_answers_get_no_speedup_and_hasty_ones_are_flagged(
     assert "lookahead: FAILED" in capsys.readouterr().out
 
 
+def test_answers_of_one_token_have_no_speedup(
+    settings: CompareSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one benchmark, or of all."""
+    ended = {"b-"}
+
+    def ending(way: Any, request: Any, bar: Any, timer: Any = None) -> Any:
+        result = DECODE(way, request, bar, timer)
+        if request.id.startswith(tuple(ended)):
+            result.tokens, result.steps, result.seconds = result.tokens[:1], [], 0.0
+        return result
+
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        file.write_text(json.dumps({"prompt": "a story"}) + "\n")
+    monkeypatch.setattr(module, "_decode", ending)
+    asked = dataclasses.replace(settings, heads=("eagle2",), benchmarks=tuple(map(str, files)))
+    found = compare(asked)
+    assert by_name(found)["eagle2"]["speedup"] > 0
+    short = by_name(found["benchmarks"][1])["eagle2"]
+    assert (short["tau"], short["speedup"], short["flag"], short["lossless"]) == (0, None, None, True)
+    print_comparison(found)
+    assert "eagle2: every answer" not in capsys.readouterr().out
+    ended.add("a-")
+    with pytest.raises(DraftsmithError, match="every answer ends with its first token"):
+        compare(dataclasses.replace(asked, max_new_tokens=5))
+
+
 def test_a_tuned_target_brings_its_own_baseline(
     settings: CompareSettings, tiny_folder: Path, tiny_target: Any, tmp_path: Path
 ) -> None:
@@ -283,6 +326,55 @@ def test_a_tuned_target_brings_its_own_baseline(
     assert rows["medusa2"][-1] == "vs the tuned target"
 
 
+def test_mtp_heads_and_benchmarks_have_their_rows(
+    settings: CompareSettings, tiny_target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocab = DraftVocab(torch.arange(0, tiny_target.vocab_size, 2), tiny_target.vocab_size)
+    config = mtp_config(
+        tiny_target.config, vocab, target_id="tiny", target_revision=None, target_fingerprint=tiny_target.fingerprint,
+        chat_template_sha256=None, trained_length=64,
+    )  # fmt: skip
+    head = MtpHead(config, vocab)
+    head.initialise(tiny_target.parts(), torch.Generator().manual_seed(0))
+    add_run(settings.runs / resolve_target(settings.model).name, "mtp", head, "chain:2")
+    asked = []
+    for name, lines in (("first", 2), ("second", 1)):
+        asked.append(tmp_path / f"{name}.jsonl")
+        asked[-1].write_text("".join(f'{{"prompt": "{name} story {i}"}}\n' for i in range(lines)) + "broken\n")
+    found = compare(
+        dataclasses.replace(settings, heads=("mtp",), benchmarks=tuple(map(str, asked)), draft_model=settings.model)
+    )
+    assert list(by_name(found)) == ["plain", "prompt-lookup", "lookahead", "draft-model", "mtp"]
+    assert by_name(found)["mtp"]["family"] == "mtp"
+    assert all(row["lossless"] for row in found["schemes"])
+    assert found["prompts"]["count"] == 3
+    first, second = found["benchmarks"]
+    assert [(b["name"], b["n_prompts"], b["licence"]) for b in (first, second)] == [
+        ("first", 2, None),
+        ("second", 1, None),
+    ]
+    assert "first.jsonl:3" in first["problems"][0]
+    ids = [answer["id"] for answer in found["answers"]["mtp"]]
+    for benchmark, own in ((first, ids[:2]), (second, ids[2:])):
+        for row in benchmark["schemes"]:
+            steps = [s for a in found["answers"][row["name"]] if a["id"] in own for s in a["steps"]]
+            assert row["tau"] == pytest.approx(sum(s[2] for s in steps) / len(steps))
+    assert by_name({"schemes": first["schemes"]})["draft-model"]["tau"] > 2  # it is the target itself
+    print_comparison(found)
+    told = capsys.readouterr().out
+    assert "by benchmark" in told
+    assert "first.jsonl:3" in told
+    assert [len(row) for row in benchmark_rows(found)] == [4] * 5
+
+
+def test_sampled_answers_are_timed_and_not_compared(settings: CompareSettings) -> None:
+    found = compare(dataclasses.replace(settings, heads=("eagle1",), temperature=0.8))
+    for row in found["schemes"][1:]:
+        assert (row["output_check"], row["lossless"]) == (SAMPLED, None)
+        assert row["speedup_ci"][0] <= row["speedup"] <= row["speedup_ci"][1]
+    assert {row[-1] for row in comparison_rows(found)} == {"yes", "by its law"}
+
+
 def call(*args: str) -> Any:
     return CliRunner().invoke(cli.app, ["compare", *args], standalone_mode=False)
 
@@ -293,7 +385,20 @@ def test_mistakes_are_named(settings: CompareSettings, tmp_path: Path) -> None:
     assert isinstance(done.exception, DraftsmithError)
     assert "holds no trained head (there are: eagle1, eagle2, eagle3@tree" in str(done.exception)
     assert "names no head" in str(call(*common, "--heads", " , ").exception)
+    assert "are both called mine" in str(two_files_of_the_same_name(common, tmp_path).exception)
+    with pytest.raises(DraftsmithError, match="--temperature -1 must be at least 0"):
+        CompareSettings("m", tmp_path, temperature=-1)
+    with pytest.raises(DraftsmithError, match="--max-new-tokens 1 must be at least 2"):
+        CompareSettings("m", tmp_path, max_new_tokens=1)
     assert "no model" in str(call("--model", "nope", "--runs", str(tmp_path / "other")).exception)
+
+
+def two_files_of_the_same_name(common: tuple[str, ...], folder: Path) -> Any:
+    files = [folder / name / "mine.jsonl" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"prompt": "a story"}\n')
+    return call(*common, "--bench", ",".join(map(str, files)))
 
 
 def test_without_heads_the_others_are_compared(tiny_folder: Path, tmp_path: Path) -> None:
