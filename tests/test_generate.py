@@ -1,4 +1,4 @@
-"""The command `generate`: every scheme gives the plain answer, text streams, contradictions are named."""
+"""The command `generate`: every scheme gives the plain answer, text streams in colours, contradictions are named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,18 +15,21 @@ from typing import Any
 
 import pytest
 from decoder_checks import dense_greedy, random_head
-from tiny import make_tiny_tokenizer
+from foreign_heads import specforge
 from typer.testing import CliRunner
 
-from draftsmith import cli
+from draftsmith import cli, cli_measure
 from draftsmith.data_recipes.chat import render_prompt
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import schemes
+from draftsmith.eval.decoder.loop import Result, StepLog
+from draftsmith.eval.decoder.sampling import GREEDY, Sampling
 from draftsmith.eval.decoder.search import Chain, Dynamic, Shape
-from draftsmith.eval.generate import TextStream
+from draftsmith.eval.generate import compare_with, plain_line
 from draftsmith.eval.schemes import SCHEMES
 from draftsmith.files import sha256_file, write_json
 from draftsmith.heads.checkpoint import WEIGHTS, save_head
+from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.resolve import resolve_target
 
 PROMPT = "write a short story about a ship that sails to the north"
@@ -86,7 +90,10 @@ def test_text_streams_to_standard_output_and_figures_go_to_standard_error(
     assert done.stdout.decode() == tiny_target.tokenizer.decode(greedy, skip_special_tokens=True) + "\n"
     assert f"\n{COUNT} tokens, " in "\n" + done.stderr.decode()
     assert " tokens/s, tau " in done.stderr.decode()
-    assert done.stderr.decode().endswith(" accepted/step, finish: length\n")
+    figures, came, plain = done.stderr.decode().splitlines()[-3:]
+    assert figures.endswith(" accepted/step, finish: length")
+    assert re.fullmatch(r"drafted \d+( \(at depth .*\))?, corrected \d+, bonus \d+, plain \d+", came)
+    assert re.fullmatch(r"plain decoding: [\d.]+ tokens/s, speed-up [\d.]+x \(one answer each; identical\)", plain)
 
 
 WAYS = [
@@ -117,6 +124,15 @@ def test_every_scheme_gives_the_plain_answer(
     assert (answer["finish"], answer["lossy"], answer["drafter"]) == ("length", False, name)
     assert answer["steps"] * answer["tau"] == pytest.approx(COUNT - 1)
     assert answer["tokens_per_second"] > 0
+    came = answer["origins"]
+    assert sum(came["drafted"]) + came["corrected"] + came["bonus"] + came["plain"] == COUNT
+    if name == "plain":
+        assert answer["plain"] is None
+        assert came == {"drafted": [], "corrected": 0, "bonus": 0, "plain": COUNT}
+    else:
+        plain = answer["plain"]
+        assert plain["check"] == "identical"
+        assert plain["speedup"] == pytest.approx(answer["tokens_per_second"] / plain["tokens_per_second"])
     assert f"tau {answer['tau']:.2f} over {answer['steps']} steps" in err
     if name == "draft-model":  # the target drafts for itself
         assert answer["accepted_per_step"] > 1
@@ -137,7 +153,9 @@ def test_a_head_takes_the_weights_and_the_tree_that_it_is_decoded_with(
     generate(PROMPT, "--head", "eagle2", "--tree", "chain:1", "--json")
     told = generate(PROMPT, "--run", "old", "--json")[1]
     assert "eagle3@old has a report on other weights than these, whose tree is not taken" in told
-    assert shapes == [Dynamic(2, 2, 4), Chain(4), Chain(1), Chain(4)]
+    monkeypatch.setattr(Eagle3Head, "most_depth", 3)
+    generate(PROMPT, "--head", "eagle3", "--json")
+    assert shapes == [Dynamic(2, 2, 4), Chain(4), Chain(1), Chain(4), Chain(3)]
 
 
 def test_sampled_answers_follow_the_seed_not_the_scheme(generate: Any) -> None:
@@ -148,12 +166,17 @@ def test_sampled_answers_follow_the_seed_not_the_scheme(generate: Any) -> None:
         for name, seed in (("plain", "1"), ("prompt-lookup", "1"), ("lookahead", "1"), ("plain", "2"))
     ]
     assert found[0] == found[1] == found[2] != found[3]
+    plain = json.loads(generate(*sampled, "--drafter", "lookahead")[0])["plain"]
+    assert plain["check"] == "sampled: law tested, not compared"
+    assert plain["speedup"] > 0
 
 
 def test_typical_acceptance_says_that_it_is_lossy(generate: Any) -> None:
     out, err = generate(PROMPT, "--drafter", "lookahead", "--temperature", "1", "--typical", "--json")
     assert json.loads(out)["lossy"]
-    assert err.rstrip().endswith("lossy (typical acceptance)")
+    assert json.loads(out)["plain"]["speedup"] is None
+    assert "finish: length, lossy (typical acceptance)\n" in err
+    assert err.rstrip().endswith("no speed-up is given: typical acceptance changes what the target says")
 
 
 def test_a_raw_prompt_is_continued_as_it_is(generate: Any, tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +191,7 @@ def test_a_raw_prompt_is_continued_as_it_is(generate: Any, tiny_target: Any, mon
 def test_bytes_that_are_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     with pytest.raises(DraftsmithError, match="standard input is not UTF-8 text"):
-        cli._read_stdin()
+        cli_measure._read_stdin()
 
 
 def test_a_stop_token_ends_the_answer(generate: Any, tiny_target: Any, greedy: list[int]) -> None:
@@ -240,6 +263,41 @@ def test_without_a_limit_the_answer_gets_what_fits(
     assert answer["finish"] == "eos" or len(answer["tokens"]) == room
 
 
+def test_without_a_limit_a_small_draft_model_gets_what_fits(
+    tiny_folder: Path, tiny_target: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(tiny_folder, small)
+    config = json.loads((small / "config.json").read_text())
+    write_json(small / "config.json", {**config, "max_position_embeddings": 64})
+    prompt = "the quick brown fox " * 4
+    room = 64 - len(tiny_target.tokenizer(prompt).input_ids)
+    assert room > 0
+    cli.app(
+        ["generate", prompt, "--raw", "--model", str(tiny_folder), "--drafter", "draft-model", "--draft-model",
+         str(small), "--json", "--no-plain"],
+        standalone_mode=False,
+    )  # fmt: skip
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["finish"] == "eos" or len(answer["tokens"]) == room
+
+
+def test_a_reader_that_leaves_is_no_error(tiny_folder: Path) -> None:
+    """As behind `| head`: the pipe is closed before anything comes."""
+    command = [sys.executable, "-m", "draftsmith.cli", "generate", PROMPT, "--model", str(tiny_folder)]
+    options = ["--drafter", "plain", "--max-new-tokens", "30"]
+    path = os.pathsep.join([*sys.path, str(Path(cli.__file__).parent.parent)])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *options], env={**os.environ, "PYTHONPATH": path}, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141
+    assert "Traceback" not in said
+    assert "Broken" not in said
+
+
 def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -250,26 +308,59 @@ def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch) -> No
     assert done.stderr == "interrupted\n"
 
 
-@pytest.mark.parametrize("block", [1, 2, 5])
-def test_streamed_pieces_are_whole_characters(block: int) -> None:
-    tokenizer = make_tiny_tokenizer()
-    text = "naïve 東京 🙂\n  the quick brown fox"
-    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    pieces: list[str] = []
-    stream = TextStream(tokenizer, pieces.append)
-    for at in range(0, len(ids), block):
-        stream.feed(ids[at : at + block])
-    stream.end()
-    assert "".join(pieces) == stream.text == text
-    assert len(pieces) > 5
-    assert not any("\ufffd" in piece for piece in pieces)
+def test_the_command_colours_what_was_drafted(generate: Any, tiny_folder: Path, tiny_target: Any, greedy: Any) -> None:
+    drafts = ("--drafter", "draft-model", "--draft-model", str(tiny_folder))  # the target itself: all is accepted
+    text = tiny_target.tokenizer.decode(greedy, skip_special_tokens=True) + "\n"
+    out, err = generate(PROMPT, *drafts, "--color")
+    assert re.sub(r"\x1b\[[\d;]*m", "", out) == text
+    assert "\x1b[32m" in out
+    assert "\x1b[1m" in out
+    assert "(at depth \x1b[32m1: 3\x1b[0m, \x1b[36m2: 3\x1b[0m" in err
+    out, err = generate(PROMPT, *drafts, "--no-plain")  # no terminal: no colours
+    assert out == text
+    assert "\x1b" not in err
+    assert "plain decoding" not in err
+    with pytest.raises(DraftsmithError, match="--color changes nothing"):
+        generate(PROMPT, *drafts, "--color", "--json")
 
 
-def test_a_character_that_never_ends_is_shown_as_broken() -> None:
-    tokenizer = make_tiny_tokenizer()
-    pieces: list[str] = []
-    stream = TextStream(tokenizer, pieces.append)
-    stream.feed(tokenizer.encode("🙂", add_special_tokens=False)[:2])
-    assert pieces == []
-    stream.end()
-    assert pieces == ["\ufffd"]
+def _answer(tokens: list[int], seconds: float, lossy: bool = False) -> Result:
+    steps = [StepLog(0, 0, 1)] * (len(tokens) - 1)
+    return Result("r", [1], tokens, "length", steps, seconds, lossy)
+
+
+@pytest.mark.parametrize(
+    ("plain", "fast", "sampling", "speedup", "check"),
+    [
+        (_answer([5, 6, 7], 4.0), _answer([5, 6, 7], 2.0), GREEDY, 2.0, "identical"),
+        (_answer([5, 6, 7], 4.0), _answer([5, 6, 8], 2.0), GREEDY, None, "the answers part at token 3"),
+        (_answer([5, 6, 7], 4.0), _answer([5, 6], 2.0), GREEDY, None, "the answers part at token 3"),
+        (_answer([5, 6, 7], 4.0), _answer([9, 8, 7], 1.0), Sampling(temperature=1.0), 4.0, "sampled"),
+        (_answer([5, 6, 7], 4.0), _answer([5, 6, 7], 2.0, lossy=True), GREEDY, None, "typical acceptance"),
+        (_answer([5], 0.0), _answer([5], 0.0), GREEDY, None, "identical"),
+    ],
+)
+def test_a_speed_up_stands_only_beside_answers_that_agree(
+    plain: Result, fast: Result, sampling: Sampling, speedup: float | None, check: str
+) -> None:
+    found = compare_with(plain, fast, sampling)
+    assert found["speedup"] == speedup
+    assert found["check"].startswith(check)
+    line = plain_line(found)
+    assert ("speed-up 2.00x" in line) == (speedup == 2.0)
+    if speedup is None:
+        assert "no speed-up is given" in line or "ended with its first token" in line
+
+
+def test_a_head_is_named_by_its_folder_too(
+    generate: Any, runs: Path, tiny_folder: Path, tiny_target: Any, greedy: list[int], tmp_path: Path
+) -> None:
+    home = runs / resolve_target(str(tiny_folder)).name
+    for place in (home / "eagle3", home / "eagle3" / "train" / "checkpoints" / "best", home / "eagle2"):
+        assert json.loads(generate(PROMPT, "--head", str(place), "--json", "--no-plain")[0])["tokens"] == greedy
+    foreign = specforge(random_head(tiny_target), tmp_path / "theirs", tiny_target.parts())
+    assert json.loads(generate(PROMPT, "--head", str(foreign), "--json", "--no-plain")[0])["tokens"] == greedy
+    with pytest.raises(DraftsmithError, match="--run old names a run of a kind"):
+        generate(PROMPT, "--head", str(home / "eagle3"), "--run", "old")
+    with pytest.raises(DraftsmithError, match="there is no head to start from"):
+        generate(PROMPT, "--head", str(home / "nowhere"))
