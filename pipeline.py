@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import stages
+from . import evaluation, stages
 from .errors import DraftsmithError
+from .eval.report import PAGE, REPORT
 from .files import read_json, sha256_file, sha256_json, write_json
 from .manifest import MANIFEST, Stage
 from .progress import clock, progress_bar, say
+from .run import Run
 from .run_config import RunConfig, Shares, plan_minutes
-from .stages import PAGE, REPORT, Run
 
 DONE, READY = "run.json", "ready.json"
 _POLL_S = 5.0
@@ -35,7 +36,7 @@ def run_all(config: RunConfig) -> dict[str, Any]:
     run = Run(config)
     if finished(run):
         say(f"everything is done: {run.folder}")
-        return _result(run)
+        return _result(run.folder)
     assert config.minutes is not None
     from .data_recipes.regenerate import answer_seconds
 
@@ -45,7 +46,8 @@ def run_all(config: RunConfig) -> dict[str, Any]:
         return _join(run)
     from .sizing import announce, choose_mode, whose_answers
 
-    stages.check_trees(config)
+    evaluation.check_trees(config)
+    evaluation.check_benchmarks(config)
     run.check_start()
     shares = plan_minutes(config.minutes)
     planned = announce(run)
@@ -75,12 +77,13 @@ def run_all(config: RunConfig) -> dict[str, Any]:
         do(name, functools.partial(work, shares))
     _say_ready(run, following, len(following))
     do("train", lambda: stages.train(run, _train_budget(run, shares, before)))
-    do("eval", lambda: stages.evaluate(run))
+    do("eval", lambda: evaluation.evaluate(run).stage)
     write_json(
-        run.folder / DONE, {"key": run_key(run), "stages": _digests(stages.stage_folders(run, stages.eval_folder(run)))}
+        run.folder / DONE,
+        {"key": run_key(run), "stages": _digests(stages.stage_folders(run, evaluation.eval_folder(run)))},
     )
     say("spent: " + ", ".join(f"{name} {clock(seconds)}" for name, seconds in spent.items()))
-    return _result(run)
+    return _result(run.folder)
 
 
 _DataStage = tuple[str, Callable[[Shares], Stage]]
@@ -174,7 +177,7 @@ def _train_budget(run: Run, shares: Shares, before: float) -> float | None:
 def finished(run: Run) -> bool:
     """Whether this very configuration was run to its end, by this code, and all results are still there."""
     needed = [run.folder / DONE, run.folder / REPORT, run.folder / PAGE]
-    folders = stages.stage_folders(run, stages.eval_folder(run))
+    folders = stages.stage_folders(run, evaluation.eval_folder(run))
     if not all(path.exists() for path in [*needed, *(f / MANIFEST for f in folders.values())]):
         return False
     done = read_json(run.folder / DONE)
@@ -187,10 +190,11 @@ def _digests(folders: dict[str, Path]) -> dict[str, str]:
 
 def run_key(run: Run) -> str:
     """Hash of all that a run depends on and that is cheap to read: configuration, target, data files, this code."""
-    tree = {k: v for k, v in run.config.tree().items() if k not in ("runs", "gpus", "nnodes", "node_rank", "master")}
+    tree = {k: v for k, v in run.config.tree().items() if k not in _NO_MATTER}
     source = dataclasses.asdict(run.source)
     init = None if run.config.head_init is None else Path(run.config.head_init)  # a hub id is no path that exists
-    files = [f for root in (run.config.data, init) if root for f in [root, *sorted(root.rglob("*"))] if f.is_file()]
+    roots = [run.config.data, init, *(Path(name).expanduser() for name in run.config.eval.bench)]
+    files = [f for root in roots if root for f in [root, *sorted(root.rglob("*"))] if f.is_file()]
     package = Path(__file__).parent
     code = [package / name for name in _FILES] + [f for d in _FOLDERS for f in sorted((package / d).rglob("*.py"))]
     return sha256_json({
@@ -201,13 +205,24 @@ def run_key(run: Run) -> str:
     })  # fmt: skip
 
 
-_FILES = ("files.py", "manifest.py", "pipeline.py", "run.py", "run_config.py", "sizing.py", "stages.py")
+_NO_MATTER = ("runs", "gpus", "nnodes", "node_rank", "master", "push")
+"""Settings that say where a run lies, what does its work and where its head goes, not what comes out."""
+_FILES = (
+    "evaluation.py",
+    "files.py",
+    "manifest.py",
+    "pipeline.py",
+    "run.py",
+    "run_config.py",
+    "sizing.py",
+    "stages.py",
+)
 _FOLDERS = ("heads", "data_recipes", "eval", "train")
 
 
-def _result(run: Run) -> dict[str, Any]:
-    report: dict[str, Any] = read_json(run.folder / REPORT)
-    return {**report, "report": str(run.folder / REPORT), "page": str(run.folder / PAGE)}
+def _result(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = read_json(folder / REPORT)
+    return {**report, "report": str(folder / REPORT), "page": str(folder / PAGE)}
 
 
 _FOR_HEAD = ("regenerate", "collect", "train")
@@ -229,21 +244,42 @@ def _stage_command(name: str, work: Callable[[Run], Stage]) -> Callable[[RunConf
     return command
 
 
-def _eval_command(config: RunConfig) -> dict[str, Any]:
-    stages.check_trees(config)
+def _eval_command(config: RunConfig, place: str | None = None, out: Path | None = None) -> dict[str, Any]:
+    """Measure, and show this very evaluation, though another one of the head may have been shown before.
+
+    Args:
+        place: folder or hub id of a head that is measured instead of the configuration's.
+        out: where the result goes.
+    """
+    if place is None:
+        evaluation.check_trees(config)
     run = Run(config)
     with stages.measured("eval"):
-        stage = stages.evaluate(run)
-    stages.publish(run, stage.folder)
-    return _result(run)
+        if place is None:
+            found = evaluation.evaluate(run, out, show=True)
+        else:
+            found = evaluation.evaluate_place(run, place, out)
+    return _result(found.folder)
 
 
-COMMANDS: dict[str, Callable[[RunConfig], dict[str, Any]]] = {
-    "run": run_all,
+def _run_and_push(config: RunConfig) -> dict[str, Any]:
+    """Command `run`; then, where that is asked for, the push of its head, by the first machine alone."""
+    if config.push is None or config.node_rank > 0:
+        return run_all(config)
+    from .push import check_asked, push_run
+
+    check_asked(config.push, config.head)
+    result = run_all(config)
+    return {**result, "push": push_run(Path(result["report"]).parent, config.push, config.model)}
+
+
+COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "run": _run_and_push,
     "prepare": _stage_command("prepare", stages.prepare),
     "regenerate": _stage_command("regenerate", lambda run: stages.regenerate(run, run.config.minutes)),
     "collect": _stage_command("collect", lambda run: stages.collect(run, run.config.minutes)),
     "train": _stage_command("train", lambda run: stages.train(run, None)),
     "eval": _eval_command,
 }
-"""What the command line calls: configuration in, plain JSON values out."""
+"""What the command line calls: configuration in (and, of `eval`, where the head and the result lie), plain JSON values
+out."""

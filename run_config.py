@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -95,6 +95,9 @@ class CollectSection(_Strict):
 class EvalSection(_Strict):
     """See eval.harness.EvalSettings."""
 
+    bench: list[str] = Field(default=["builtin"], min_length=1)
+    bench_dir: str | None = None
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1, strict=False)
     prompts: int = Field(default=80, ge=1)
     max_new_tokens: int = Field(default=128, ge=1)
     tuning_prompts: int = Field(default=20, ge=1)
@@ -133,6 +136,8 @@ class RunConfig(_Strict):
     nnodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     master: str | None = None
+    push: str | None = None
+    """me/Name: where `run` pushes the finished head; decides nothing of what it is."""
     prepare: PrepareSection = PrepareSection()
     regenerate: RegenerateSection = RegenerateSection()
     collect: CollectSection = CollectSection()
@@ -211,10 +216,18 @@ def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
         values["regenerate"] = {"servers": urls}
     if (mode := values.pop("mode", None)) is not None:
         values["train"] = {"mode": mode}
+    if (benchmarks := values.get("benchmarks")) is not None:
+        values["benchmarks"] = [name.strip() for name in benchmarks.split(",") if name.strip()]
+    if measured := {field: values.pop(flag) for flag, field in _MEASURED.items() if flag in values}:
+        values["eval"] = measured
     return values
 
 
 LIMITS = {"epochs", "steps", "tokens", "minutes"}
+_MEASURED = {
+    "benchmarks": "bench", "bench_dir": "bench_dir", "bench_prompts": "prompts", "temperatures": "temperatures",
+}  # fmt: skip
+"""Flags of an evaluation, and their settings under `eval`."""
 
 
 def _head_name(given: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import stages
+from . import evaluation, stages
 from .data_recipes.recipe import Recipe, Tour, load_recipe, recipe_names
 from .errors import DraftsmithError
 from .progress import clock, say
@@ -29,6 +29,7 @@ class TourSettings:
         minutes: training of each head.
         heads: their names.
         gpus: devices on this machine.
+        push: me/Name: where the heads are pushed, each to me/Name-HEAD; None pushes none.
         overrides: KEY=VALUE for every head's configuration.
     """
 
@@ -38,22 +39,25 @@ class TourSettings:
     minutes: float | None = None
     heads: tuple[str, ...] | None = None
     gpus: int | None = None
+    push: str | None = None
     overrides: Sequence[str] = ()
 
 
 def tour(settings: TourSettings) -> dict[str, Any]:
-    """Make the shared answers and features, train and measure every head, compare; goes on where it was.
+    """Make the shared answers and features, train and measure every head, compare, push; goes on where it was.
 
     Returns:
-        See eval.compare.compare.
+        See eval.compare.compare; with `settings.push` also push: {head: {"url"} or {"error"}}.
 
     Raises:
         DraftsmithError: a recipe without a tour, an unknown head or setting, heads that read different layers.
     """
     plan = _plan(load_recipe(settings.recipe))
     configs = _configs(settings, plan)
+    pushed = _pushed(settings.push, [config.head for config in configs])
+    evaluation.check_benchmarks(configs[0])  # all heads have the same
     for config in configs:
-        stages.check_trees(config)
+        evaluation.check_trees(config)
         if config.weights_of not in {other.head for other in configs}:
             stages.has_weights(Run(config))  # weights that were trained otherwise are an error before any work
     minutes = configs[0].train.minutes or 0.0
@@ -68,13 +72,51 @@ def tour(settings: TourSettings) -> dict[str, Any]:
         with stages.measured(f"{config.head} ({number} of {len(configs)}): train"):
             stages.train(run, None)
         with stages.measured(f"{config.head} ({number} of {len(configs)}): eval"):
-            stages.evaluate(run)
+            evaluation.evaluate(run)
         run.release_target()
     from .eval.compare import CompareSettings, compare
 
     names = tuple(f"{config.head}@{RUN}" for config in configs)
     with stages.measured("compare"):
-        return compare(CompareSettings(settings.model, settings.runs, heads=names, **plan.compare.model_dump()))
+        result = compare(CompareSettings(settings.model, settings.runs, heads=names, **plan.compare.model_dump()))
+    if not pushed:
+        return result
+    folders = {config.head: Run(config).folder for config in configs if config.head in pushed}
+    return {**result, "push": _push(folders, pushed, settings.model)}
+
+
+def _push(folders: Mapping[str, Path], repos: Mapping[str, str], model: str) -> dict[str, dict[str, str]]:
+    """Push every head; what goes wrong with one is said and stops no other."""
+    from .push import push_run
+
+    found: dict[str, dict[str, str]] = {}
+    for head, folder in folders.items():
+        try:
+            found[head] = {"url": push_run(folder, repos[head], model)["url"]}
+        except DraftsmithError as error:
+            say(f"push: {head}: {error}")
+            found[head] = {"error": str(error)}
+    return found
+
+
+def _pushed(repo: str | None, heads: Sequence[str]) -> dict[str, str]:
+    """Where each head will be pushed; those that can't be are named. Raises DraftsmithError where none can be."""
+    if repo is None:
+        return {}
+    from .push import check_asked, engine_for
+
+    found: dict[str, str] = {}
+    for head in heads:
+        try:
+            engine_for(head)
+        except DraftsmithError as error:
+            say(f"push: {head} stays here: {error}")
+        else:
+            found[head] = f"{repo}-{head}"
+            check_asked(found[head], head)
+    if not found:
+        raise DraftsmithError(f"none of {', '.join(heads)} can be pushed: leave PUSH (--push) out")
+    return found
 
 
 def _plan(recipe: Recipe) -> Tour:

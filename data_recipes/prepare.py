@@ -173,6 +173,12 @@ def began_on(data: Path) -> date | None:
     return date.fromisoformat(told) if told else None
 
 
+def commits_of(data: Path) -> dict[str, str]:
+    """Return the commits that the datasets of `data` were read at, by their sources' names; {} if nothing says it."""
+    path = data / PROMPTS / _COMMITS
+    return dict(read_json(path)["commits"]) if path.exists() else {}
+
+
 def _commits(folder: Path, mixture: Mixture) -> dict[str, str]:
     """The datasets' commits: those that an earlier call of this stage began with."""
     path = folder / _COMMITS

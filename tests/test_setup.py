@@ -140,8 +140,17 @@ def test_train_passes_only_what_is_set():
     assert make("-n", "train").stdout.splitlines()[-1].rstrip().endswith("draftsmith run")
 
 
-def test_push_is_refused_in_one_line(checkout):
-    done = make("train", "PUSH=me/x", cwd=checkout)
-    assert done.returncode != 0
-    assert "pushing to a hub is not part of this version" in done.stderr.splitlines()[0]
-    assert not (checkout / ".venv").exists()
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["train", "PUSH=me/x"], 'draftsmith run --push "me/x"'),
+        (["tour", "PUSH=me/x"], 'draftsmith tour --push "me/x"'),
+        (["push", "DIR=a b", "PUSH=me/x"], 'draftsmith push "a b" "me/x"'),
+        (["push", "DIR=d", "PUSH=me/x", "PUBLIC=1", "DRY_RUN=1", "LICENSE=mit"],
+         'draftsmith push "d" "me/x" --public --dry-run --license "mit"'),
+    ],
+)  # fmt: skip
+def test_what_is_pushed_is_passed_on(arguments, command):
+    done = make("-n", *arguments)
+    line = done.stdout.replace("\\\n", " ").splitlines()[-1].split("/bin/")[-1]
+    assert " ".join(line.split()) == command

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith import cli, stages
+from draftsmith import cli, evaluation, stages
 from draftsmith.data_recipes import recipe
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import compare
@@ -76,7 +76,7 @@ def test_weights_are_trained_before_what_takes_them(
     compared: list[Any] = []
     monkeypatch.setattr(module, "_shared_features", lambda *_: None)
     monkeypatch.setattr(stages, "train", lambda run, _: trained.append(run.config.head))
-    monkeypatch.setattr(stages, "evaluate", lambda _: None)
+    monkeypatch.setattr(evaluation, "evaluate", lambda _: None)
     monkeypatch.setattr(compare, "compare", lambda settings: compared.append(settings.heads))
     tour(TourSettings(str(tiny_folder), tmp_path / "runs", heads=("eagle2", "medusa1", "eagle1")))
     assert trained == ["medusa1", "eagle1", "eagle2"]
@@ -94,7 +94,7 @@ def test_the_published_tour_resolves_and_every_head_is_on_it() -> None:
     assert {config.recipe for config in configs} == {"family-tour"}
     assert configs[0].eval.prompts == plan.eval["prompts"]
     for config in configs:
-        stages.check_trees(config)
+        evaluation.check_trees(config)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,30 @@ def test_mistakes_are_named_before_any_work(args: list[str], told: str, tiny_fol
     assert isinstance(done.exception, DraftsmithError)
     assert told in str(done.exception)
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize("command", ["run", "tour"])
+def test_a_benchmark_that_is_none_is_named_before_any_work(
+    command: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "prepare", lambda *_: pytest.fail("work began"))
+    args = [command, "--model", str(tiny_folder), "--runs", str(tmp_path / "runs"), "eval.bench=[mt-bunch]"]
+    done: Any = CliRunner().invoke(cli.app, args, standalone_mode=False)
+    assert isinstance(done.exception, DraftsmithError)
+    assert "there is no benchmark 'mt-bunch'" in str(done.exception)
+
+
+def test_a_tour_whose_push_failed_shows_its_comparison_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftsmith import tour as module
+    from draftsmith.eval.report import comparison
+
+    shown: list[Any] = []
+    monkeypatch.setattr(comparison, "print_comparison", shown.append)
+    for one, code in (({"url": "u"}, 0), ({"error": "no luck"}, 1)):
+        result = {"schemes": [], "push": {"eagle3": one}}
+        monkeypatch.setattr(module, "tour", lambda _, result=result: result)
+        assert CliRunner().invoke(cli.app, ["tour"]).exit_code == code
+        assert shown.pop() is result
 
 
 @pytest.mark.usefixtures("small_tour")
