@@ -5,20 +5,19 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from . import cli_measure, cli_ship
+from .console import print_json, stdout_as_stderr
 from .errors import DraftsmithError
-from .options import COMMANDS, OPTIONS, SAMPLING
+from .options import COMMANDS, OPTIONS
 
 if TYPE_CHECKING:
     from .run_config import RunConfig
@@ -61,18 +60,74 @@ def _execute(command: str, values: dict[str, Any]) -> None:
     as_json, config = values.pop("json_"), _configuration(command, values)
     if config is None:
         return
+    _show(command, _result(command, config), as_json)
+
+
+def _result(command: str, config: RunConfig, **more: Any) -> dict[str, Any]:
+    """Run a command of the pipeline.
+
+    Args:
+        more: what `eval` takes beside its configuration.
+    """
     from .pipeline import COMMANDS as STAGES
 
     try:
         with stdout_as_stderr():
-            result = STAGES[command](config)
+            return STAGES[command](config, **more)
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
         raise typer.Exit(130) from None
-    if as_json:
-        sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+
+
+def _eval(command: str, values: dict[str, Any]) -> None:
+    """Measure a trained head; with --against, exit 1 if it has become worse than an earlier report says."""
+    head, out, path, as_json = (values.pop(name) for name in ("any_head", "out", "against", "json_"))
+    more: dict[str, Any] = {} if out is None else {"out": out}
+    if head is not None:
+        if _is_place(head):
+            more["place"] = head
+        else:
+            values["head"] = head
+    config = _configuration(command, values)
+    if config is None:
+        return
+    earlier = None
+    if path is not None:
+        from .eval.against import read_earlier
+
+        earlier = read_earlier(path)
+    result = _result(command, config, **more)
+    if earlier is None:
+        _show(command, result, as_json)
     else:
-        _show(command, result)
+        _judge(result, earlier, path, as_json)
+
+
+def _is_place(head: str) -> bool:
+    """Whether --head means a folder or a hub id, not the kind of a head."""
+    from .heads.named import head_names
+
+    if head in head_names():
+        return False
+    from .eval.given_head import is_place
+
+    return is_place(head)
+
+
+def _judge(result: dict[str, Any], earlier: dict[str, Any], path: Path, as_json: bool) -> None:
+    """Print a report and how it compares with an earlier one; exit 1 where it is worse."""
+    from .eval.against import against
+
+    try:
+        found = against(result, earlier, str(path))
+    except DraftsmithError:
+        _show("eval", result, as_json)  # what was measured is not lost
+        raise
+    _show("eval", {**result, "against": found.to_dict()}, as_json)
+    if not as_json:
+        print("\n".join(found.lines()))
+    if found.worse:
+        raise typer.Exit(1)
 
 
 def _prepare(command: str, values: dict[str, Any]) -> None:
@@ -139,7 +194,7 @@ def _vocab(command: str, values: dict[str, Any]) -> None:
 
         found = vocabulary(config, size)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        print_json(found)
         return
     from .data_recipes.vocabulary import coverage_lines
 
@@ -209,132 +264,23 @@ def _configuration(command: str, values: dict[str, Any], answers: str | None = N
     return config
 
 
-def _generate(command: str, values: dict[str, Any]) -> None:
-    """Decode one answer: its text on standard output as it comes, the figures on standard error."""
-    from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
-
-    as_json, text = values.pop("json_"), values.pop("prompt")
-    given = {name: value for name, value in values.items() if value is not None}
-    sampling = {name: given.pop(name) for name in SAMPLING & set(given)}
-    settings = {"model": DEFAULT_MODEL, "drafter": "head", "runs": Path("runs"), **given}
-    if settings["drafter"] == "head":
-        settings.setdefault("head", DEFAULT_HEAD)
-    try:
-        settings["prompt"] = _read_stdin() if text == "-" else text
-        with stdout_as_stderr() as out:
-            from .eval.decoder.sampling import Sampling
-            from .eval.generate import GenerateSettings, closing_line, generate
-            from .progress import say
-
-            show = functools.partial(print, end="", file=out, flush=True)
-            answer = generate(GenerateSettings(**settings, sampling=Sampling(**sampling)), None if as_json else show)
-            if not as_json:
-                show("\n")
-            say(closing_line(answer))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if as_json:
-        sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
-
-
-def _compare(command: str, values: dict[str, Any]) -> None:
-    """Compare what is there."""
-    from .run_config import DEFAULT_MODEL
-
-    names = {"answer_tokens": "max_new_tokens", "with_union": "with_prompt_lookup"}
-    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
-    if "heads" in given:
-        given["heads"] = _names(given["heads"])
-
-    def work() -> dict[str, Any]:
-        from .eval.compare import CompareSettings, compare
-
-        return compare(CompareSettings(**{"model": DEFAULT_MODEL, "runs": Path("runs"), **given}))
-
-    _show_comparison(work, values["json_"])
-
-
-def _tour(command: str, values: dict[str, Any]) -> None:
-    """Train all heads, then compare them."""
-    overrides = [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
-    names = {"train_minutes": "minutes"}
-    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
-    if "heads" in given:
-        given["heads"] = _names(given["heads"])
-
-    def work() -> dict[str, Any]:
-        from .tour import TourSettings, tour
-
-        return tour(TourSettings(**given, overrides=overrides))
-
-    _show_comparison(work, values["json_"])
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise DraftsmithError(f"--heads {text!r} names no head: write e.g. --heads eagle3,medusa1")
-    return names
-
-
-def _show_comparison(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
-    try:
-        with stdout_as_stderr():
-            result = work()
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if as_json:
-        sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-        return
-    from .eval.report.comparison import print_comparison
-
-    print_comparison(result)
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise DraftsmithError(f"standard input is not UTF-8 text: {error}") from None
-
-
-def _bench(command: str, values: dict[str, Any]) -> None:
-    """Run a benchmark, write its figures, print them."""
-    from .run_config import DEFAULT_MODEL
-
-    with stdout_as_stderr():
-        from .eval.bench import BENCHES, figure_line, run_bench
-        from .train.bench_train import TRAIN_BENCH
-
-        given = (values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or [])
-        path, result = run_bench(values["bench"], *given, {**BENCHES, "train": TRAIN_BENCH})
-    if values["json_"]:
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
-        return
-    for name, figure in result["figures"].items():
-        print(figure_line(name, figure))
-        for part, share in figure.get("where", {}).items():
-            print(f"    {part:30} {share:10.1%}")
-    print(f"{result['spread']}\nwritten: {path}")
-
-
 # Commands that no configuration of a run stands behind.
-_OWN = {
+_OWN: dict[str, Callable[[str, dict[str, Any]], None]] = {
     "prepare": _prepare,
     "collect": _collect,
+    "eval": _eval,
     "vocab": _vocab,
     "plan": _plan,
-    "generate": _generate,
-    "compare": _compare,
-    "tour": _tour,
-    "bench": _bench,
+    **cli_measure.HANDLERS,
+    **cli_ship.HANDLERS,
 }
 
 
-def _show(command: str, result: dict[str, Any]) -> None:
-    """Print a result for people: the report's table, or a stage's figures."""
+def _show(command: str, result: dict[str, Any], as_json: bool) -> None:
+    """Print a result: for programs, or for people the report's table or a stage's figures."""
+    if as_json:
+        print_json(result)
+        return
     if "summary" in result:
         from .eval.report.terminal import print_summary
 
@@ -350,23 +296,6 @@ def _show(command: str, result: dict[str, Any]) -> None:
     for name, value in record.items():
         if isinstance(value, int | float):
             print(f"  {name.replace('_', ' ')}: {value:,}")
-
-
-@contextlib.contextmanager
-def stdout_as_stderr() -> Iterator[TextIO]:
-    """Send whatever anyone prints meanwhile (libraries, child processes) to standard error.
-
-    Yields:
-        What still writes to standard output.
-    """
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
-        os.dup2(2, 1)
-        try:
-            yield kept
-        finally:
-            sys.stdout.flush()
-            os.dup2(kept.fileno(), 1)
 
 
 def main() -> None:

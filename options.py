@@ -23,6 +23,13 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "head": (Annotated[str | None, typer.Option(help="Kind of draft head.  [eagle3]")], None),
+    "any_head": (
+        Annotated[
+            str | None,
+            typer.Option("--head", help="Kind of draft head, or the folder of a trained one, wherever from.  [eagle3]"),
+        ],
+        None,
+    ),
     "head_init": (
         Annotated[
             str | None,
@@ -169,18 +176,85 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "benchmarks": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--bench",
+                help="What to decode, with commas between: builtin, mt-bench, spec-bench, …, or a .jsonl of yours.  "
+                "[builtin]",
+            ),
+        ],
+        None,
+    ),
+    "bench_dir": (
+        Annotated[str | None, typer.Option(help="Folder with benchmarks' files; else BENCH_DIR, else the hub.")],
+        None,
+    ),
+    "bench_prompts": (
+        Annotated[int | None, typer.Option("--prompts", min=1, help="Prompts of each benchmark.  [80]")],
+        None,
+    ),
+    "temperatures": (
+        Annotated[
+            list[float] | None,
+            typer.Option("--temperature", min=0, help="Measure at this temperature, too; may repeat.  [0 alone]"),
+        ],
+        None,
+    ),
+    "against": (
+        Annotated[
+            Path | None,
+            typer.Option(help="An earlier report.json: exit 1 if τ or the speed-up has fallen below its noise."),
+        ],
+        None,
+    ),
+    "out": (Annotated[Path | None, typer.Option(help="Folder of the result.  [in the run's]")], None),
+    "batches": (
+        Annotated[str | None, typer.Option(help="Sequences at a time, with commas between.  [1,2,4,8]")],
+        None,
+    ),
+    "load_prompts": (
+        Annotated[int | None, typer.Option("--prompts", min=1, help="Prompts of each benchmark.  [8]")],
+        None,
+    ),
+    "tune_temperatures": (
+        Annotated[str | None, typer.Option("--temperatures", help="0 = greedy; several with commas between.  [0]")],
+        None,
+    ),
+    "trees": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--tree", help="A setting to choose from, e.g. chain:4; may repeat.  [a grid of them]"),
+        ],
+        None,
+    ),
+    "replay": (
+        Annotated[
+            Path | None,
+            typer.Option(help="Instead: a .jsonl of requests as OpenAI's API takes them, decoded in a closed loop."),
+        ],
+        None,
+    ),
+    "concurrency": (
+        Annotated[int | None, typer.Option(min=1, help="Requests of --replay at a time.  [8]")],
+        None,
+    ),
     "heads": (
         Annotated[str | None, typer.Option(help="Names of heads (HEAD or HEAD@RUN), with commas between.  [all]")],
         None,
     ),
-    "prompts": (Annotated[int | None, typer.Option(min=1, help="Held-out prompts.  [8]")], None),
     "answer_tokens": (
         Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer.  [64]")],
         None,
     ),
     "with_union": (
         Annotated[
-            bool, typer.Option("--with-prompt-lookup", help="Also join looked-up drafts to the fastest head's trees.")
+            bool,
+            typer.Option(
+                "--with-prompt-lookup",
+                help="Also join looked-up drafts to the trees of the fastest head and lookahead.",
+            ),
         ],
         False,
     ),
@@ -207,7 +281,93 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[bool, typer.Option("--typical", help="LOSSY: accept drafts that are merely typical of the target.")],
         False,
     ),
+    "with_plain": (
+        Annotated[bool, typer.Option("--plain/--no-plain", help="Then decode the prompt plainly, too, to compare.")],
+        True,
+    ),
+    "color": (
+        Annotated[
+            bool | None,
+            typer.Option("--color/--no-color", help="Show how each token came.  [on terminals without NO_COLOR]"),
+        ],
+        None,
+    ),
     "raw": (Annotated[bool, typer.Option("--raw", help="Continue the prompt itself, without a chat template.")], False),
+    "served_prompts": (
+        Annotated[int | None, typer.Option("--prompts", min=1, help="Held-out prompts.  [20]")],
+        None,
+    ),
+    "depth": (Annotated[int | None, typer.Option(min=1, help="Drafted tokens a step, K.  [3]")], None),
+    "threads": (Annotated[int | None, typer.Option(min=1, help="Of the engine and of the decoder here.  [1]")], None),
+    "engines_folder": (
+        Annotated[Path | None, typer.Option("--engines", help="Where 'make engines' put them.  [.engines]")],
+        None,
+    ),
+    "exported_run": (
+        Annotated[
+            Path,
+            typer.Argument(help="A run's folder, runs/<model>/<head>, or a checkpoint's.", metavar="RUN"),
+        ],
+        ...,
+    ),
+    "engine": (
+        Annotated[str, typer.Option(help="sglang, speculators, tensorrt-llm, tgi or vllm: see docs/engines.md.")],
+        "vllm",
+    ),
+    "export_out": (
+        Annotated[Path | None, typer.Option("--out", help="Folder to write.  [RUN/export/ENGINE]")],
+        None,
+    ),
+    "export_dtype": (
+        Annotated[str | None, typer.Option("--dtype", help="Of the weights: bf16, fp16 or fp32.  [bf16]")],
+        None,
+    ),
+    "examined": (
+        Annotated[
+            Path,
+            typer.Argument(help="An exported head, one from elsewhere, a checkpoint or a run's folder.", metavar="DIR"),
+        ],
+        ...,
+    ),
+    "target": (
+        Annotated[
+            str | None,
+            typer.Option(help="The model that the head drafts for, named like --model.  [none: fewer checks]"),
+        ],
+        None,
+    ),
+    "pushed_folder": (
+        Annotated[
+            Path,
+            typer.Argument(
+                help="An exported head; or a run's folder, which is exported for vLLM first.", metavar="DIR"
+            ),
+        ],
+        ...,
+    ),
+    "hub_name": (Annotated[str, typer.Argument(help="A model repository on the Hub.", metavar="me/Name")], ...),
+    "public": (Annotated[bool, typer.Option("--public/--private", help="Who may read it.  [private]")], False),
+    "revision": (Annotated[str | None, typer.Option(help="Branch, made where it isn't there yet.  [main]")], None),
+    "message": (Annotated[str | None, typer.Option(help="Of the commit.  [what was pushed]")], None),
+    "license": (
+        Annotated[str | None, typer.Option(help="Licence on the card as the Hub writes it, e.g. apache-2.0.  [other]")],
+        None,
+    ),
+    "push_dry_run": (
+        Annotated[
+            bool,
+            typer.Option(
+                "--dry-run", help="List files and sizes; the Hub isn't written to; a run's folder is exported first."
+            ),
+        ],
+        False,
+    ),
+    "push": (
+        Annotated[
+            str | None, typer.Option(help="me/Name: then export the head and push it to the Hub, as `push` does.")
+        ],
+        None,
+    ),
     "json_": (
         Annotated[bool, typer.Option("--json", help="Print the result as JSON; standard output then holds it alone.")],
         False,
@@ -232,7 +392,7 @@ SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 COMMANDS: dict[str, tuple[str, set[str]]] = {
     "run": (
         "Do everything: prompts, answers, features, vocabulary, training, measurement, report. Goes on where it was.",
-        {"minutes", "run", "mode", "head_init", *_DEVICES, *_STAGE},
+        {"minutes", "push", "run", "mode", "head_init", *_DEVICES, *_STAGE},
     ),
     "prepare": (
         "Turn a recipe or your own data into prompts for the target; --report and --show only look.",
@@ -262,20 +422,50 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     ),
     "eval": (
         "Measure a trained head: acceptance, speed-up over plain decoding, output check (80 prompts × 128 tokens).",
-        {"run", *_STAGE},
+        {"run", "any_head", "benchmarks", "bench_dir", "bench_prompts", "temperatures", "against", "out",
+         *_STAGE - {"head"}},
     ),
     "generate": (
         "Answer a prompt with any drafting scheme, streamed; what the target says stays the same, it comes faster.",
-        {"prompt", "model", "drafter", "head", "run", "runs", "draft_model", "tree", "with_prompt_lookup", *SAMPLING,
-         "max_new_tokens", "stop_token", "typical", "raw", "json_"},
+        {"prompt", "model", "drafter", "any_head", "run", "runs", "draft_model", "tree", "with_prompt_lookup",
+         *SAMPLING, "max_new_tokens", "stop_token", "typical", "raw", "with_plain", "color", "json_"},
+    ),
+    "load": (
+        "Measure a head under load, against plain decoding: by batch, or with recorded requests. Goes on where it was.",
+        {"model", "any_head", "run", "runs", "tree", "batches", "benchmarks", "bench_dir", "load_prompts",
+         "answer_tokens", "replay", "concurrency", "json_"},
+    ),
+    "tune": (
+        "Find a head's best setting for every batch and temperature, and what engines must be told. Can be resumed.",
+        {"model", "any_head", "run", "runs", "benchmarks", "bench_dir", "batches", "tune_temperatures", "load_prompts",
+         "answer_tokens", "trees", "json_"},
     ),
     "compare": (
         "Decode the same prompts with every trained head and every scheme without training, in turns: one table.",
-        {"model", "runs", "heads", "prompts", "answer_tokens", "draft_model", "with_union", "json_"},
+        {"model", "runs", "heads", "benchmarks", "bench_dir", "load_prompts", "answer_tokens", "temperature",
+         "draft_model", "with_union", "json_"},
     ),
     "tour": (
         "Train every head family for a few minutes on the same answers, then compare them. Goes on where it was.",
-        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "runs", "set_", "json_"},
+        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "push", "runs", "set_", "json_"},
+    ),
+    "serve-check": (
+        "Serve the exported head in vLLM and compare outputs, acceptance and speed with the decoder here.",
+        {"model", "head", "run", "runs", "served_prompts", "answer_tokens", "depth", "threads", "engines_folder",
+         "json_"},
+    ),
+    "export": (
+        "Write a trained head as an engine loads it, and print the command that serves it.",
+        {"exported_run", "engine", "export_out", "export_dtype", "model", "json_"},
+    ),
+    "doctor": (
+        "Say what is wrong with a head's directory and what engines make of it; with --target decode from it, too.",
+        {"examined", "target", "runs", "json_"},
+    ),
+    "push": (
+        "Send an exported head to the Hub with its card and report, in one commit; the next time only what changed.",
+        {"pushed_folder", "hub_name", "target", "runs", "public", "revision", "message", "license", "push_dry_run",
+         "json_"},
     ),
     "bench": (
         "Measure decoder (against transformers.generate), data or train, in turns; writes RUNS/bench/NAME.json.",

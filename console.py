@@ -1,0 +1,32 @@
+"""Standard output for results alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+@contextlib.contextmanager
+def stdout_as_stderr() -> Iterator[TextIO]:
+    """Send whatever anyone prints meanwhile (libraries, child processes) to standard error.
+
+    Yields:
+        What still writes to standard output.
+    """
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as kept:
+        os.dup2(2, 1)
+        try:
+            yield kept
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept.fileno(), 1)
+
+
+def print_json(result: Any) -> None:
+    """Print a result for programs."""
+    sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
