@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from . import cli_measure, cli_ship
-from .console import print_json, stdout_as_stderr
+from .console import interruptible, print_json, stdout_as_stderr
 from .errors import DraftsmithError
 from .options import COMMANDS, OPTIONS
 
@@ -71,12 +71,8 @@ def _result(command: str, config: RunConfig, **more: Any) -> dict[str, Any]:
     """
     from .pipeline import COMMANDS as STAGES
 
-    try:
-        with stdout_as_stderr():
-            return STAGES[command](config, **more)
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with interruptible():
+        return STAGES[command](config, **more)
 
 
 def _eval(command: str, values: dict[str, Any]) -> None:

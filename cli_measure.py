@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import typer
 
-from .console import print_json, stdout_as_stderr
+from .console import interruptible, print_json, stdout_as_stderr
 from .errors import DraftsmithError
 from .options import SAMPLING
 
@@ -102,16 +102,12 @@ def load(command: str, values: dict[str, Any]) -> None:
     if "benchmarks" in given:
         given["benchmarks"] = _names(given["benchmarks"], "--bench", "benchmark", "mt-bench,gsm8k")
     part = "replay" if "replay" in given else "batches"
-    try:
-        with stdout_as_stderr():
-            from .eval.load import LoadSettings
-            from .eval.load import load as measure
+    with interruptible():
+        from .eval.load import LoadSettings
+        from .eval.load import load as measure
 
-            settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
-            result = measure(LoadSettings(**settings))
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
+        result = measure(LoadSettings(**settings))
     if as_json:
         print_json(result)
         return
@@ -145,16 +141,12 @@ def tune(command: str, values: dict[str, Any]) -> None:
         given["benchmarks"] = _names(given["benchmarks"], "--bench", "benchmark", "mt-bench,gsm8k")
     if "trees" in given:
         given["trees"] = tuple(dict.fromkeys(given["trees"]))
-    try:
-        with stdout_as_stderr():
-            from .eval.tuning import TuneSettings
-            from .eval.tuning import tune as measure
+    with interruptible():
+        from .eval.tuning import TuneSettings
+        from .eval.tuning import tune as measure
 
-            settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
-            result = measure(TuneSettings(**settings))
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
+        result = measure(TuneSettings(**settings))
     if as_json:
         print_json(result)
         return
@@ -217,12 +209,8 @@ def _names(text: str, flag: str = "--heads", what: str = "head", like: str = "ea
 
 
 def _show_comparison(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
-    try:
-        with stdout_as_stderr():
-            result = work()
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with interruptible():
+        result = work()
     if as_json:
         print_json(result)
         return result

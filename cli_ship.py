@@ -5,14 +5,13 @@ Like cli.py it imports nothing heavy before a command runs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from .console import print_json, stdout_as_stderr
+from .console import interruptible, print_json
 
 
 def serve_check(command: str, values: dict[str, Any]) -> None:
@@ -24,15 +23,11 @@ def serve_check(command: str, values: dict[str, Any]) -> None:
     run = given.pop("run", None)
     given = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
     given["head"] += f"@{run}" if run else ""
-    try:
-        with stdout_as_stderr():
-            from .eval.serve_check import serve_check as check
-            from .eval.served import ServeSettings, result_lines
+    with interruptible():
+        from .eval.serve_check import serve_check as check
+        from .eval.served import ServeSettings, result_lines
 
-            result = check(ServeSettings(**given))
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        result = check(ServeSettings(**given))
     if values["json_"]:
         print_json(result)
     else:
@@ -43,17 +38,13 @@ def serve_check(command: str, values: dict[str, Any]) -> None:
 
 def export(command: str, values: dict[str, Any]) -> None:
     """Write a trained head as an engine loads it; print what is there, and how it is served."""
-    try:
-        with stdout_as_stderr():
-            from .heads.formats.export_run import export_run
+    with interruptible("; nothing was written"):
+        from .heads.formats.export_run import export_run
 
-            done = export_run(
-                values["exported_run"], values["engine"],
-                out=values["export_out"], dtype=values["export_dtype"], model=values["model"],
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
+        done = export_run(
+            values["exported_run"], values["engine"],
+            out=values["export_out"], dtype=values["export_dtype"], model=values["model"],
+        )  # fmt: skip
     if values["json_"]:
         print_json(done.to_dict())
     else:
@@ -62,14 +53,10 @@ def export(command: str, values: dict[str, Any]) -> None:
 
 def doctor(command: str, values: dict[str, Any]) -> None:
     """Diagnose a head's directory; exit status 1 where no engine that it was made for takes it as it is."""
-    try:
-        with stdout_as_stderr():
-            from .eval.exported import examine
+    with interruptible(""):
+        from .eval.exported import examine
 
-            found = examine(values["examined"], values["target"], values["runs"] or Path("runs"))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+        found = examine(values["examined"], values["target"], values["runs"] or Path("runs"))
     if values["json_"]:
         print_json(found.to_dict())
     else:
@@ -82,15 +69,11 @@ def push(command: str, values: dict[str, Any]) -> None:
     """Send an exported head to the Hub."""
     names = {"pushed_folder": "folder", "hub_name": "repo", "push_dry_run": "dry_run"}
     given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
-    try:
-        with stdout_as_stderr():
-            from .push import PushSettings, result_lines
-            from .push import push as send
+    with interruptible("; what has arrived is kept: run the same command again to go on"):
+        from .push import PushSettings, result_lines
+        from .push import push as send
 
-            result = send(PushSettings(**given))
-    except KeyboardInterrupt:
-        print("interrupted; what has arrived is kept: run the same command again to go on", file=sys.stderr)
-        raise typer.Exit(130) from None
+        result = send(PushSettings(**given))
     if values["json_"]:
         print_json(result)
     else:

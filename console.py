@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+import typer
+
 
 @contextlib.contextmanager
 def stdout_as_stderr() -> Iterator[TextIO]:
@@ -25,6 +27,20 @@ def stdout_as_stderr() -> Iterator[TextIO]:
         finally:
             sys.stdout.flush()
             os.dup2(kept.fileno(), 1)
+
+
+KEPT = "; what was finished is kept: run the same command again to go on"
+
+
+@contextlib.contextmanager
+def interruptible(so: str = KEPT) -> Iterator[TextIO]:
+    """The same; an interrupt is one line, "interrupted" and what that means, and exit status 130."""
+    try:
+        with stdout_as_stderr() as out:
+            yield out
+    except KeyboardInterrupt:
+        print(f"interrupted{so}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def print_json(result: Any) -> None:
