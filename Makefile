@@ -89,8 +89,8 @@ doctor: setup ## say what is wrong with a head's directory, per engine: make doc
 	@$(BIN)/draftsmith doctor "$(DIR)" $(if $(MODEL),--target "$(MODEL)")
 
 push: setup ## send a head to the Hub: make push DIR=runs/MODEL/HEAD PUSH=me/Name (MODEL=its target; PUBLIC=1: for everybody; DRY_RUN=1)
-	@$(BIN)/draftsmith push "$(DIR)" "$(PUSH)" $(if $(MODEL),--target "$(MODEL)") $(if $(PUBLIC),--public) $(if $(DRY_RUN),--dry-run) \
-		$(if $(LICENSE),--license "$(LICENSE)")
+	@$(BIN)/draftsmith push "$(DIR)" "$(PUSH)" $(if $(MODEL),--target "$(MODEL)") $(if $(PUBLIC),--public) \
+		$(if $(DRY_RUN),--dry-run) $(if $(LICENSE),--license "$(LICENSE)")
 
 engines: ## install vLLM and speculators into .engines/, for serve-check (a few minutes, 4 GB)
 	@$(PYTHON) scripts/engines.py $(ENGINES)
@@ -106,5 +106,4 @@ gate: setup ## overfit the default target: the gate for changes to training or d
 
 clean: ## remove caches and build leftovers; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -not -path './runs/*' -prune -exec rm -rf {} +
-
+	find . -name __pycache__ -not -path './.venv/*' -not -path './.engines/*' -not -path './runs/*' -prune -exec rm -rf {} +

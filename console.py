@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 import typer
 
+KEPT = "; what was finished is kept: run the same command again to go on"
+
 
 @contextlib.contextmanager
 def stdout_as_stderr() -> Iterator[TextIO]:
@@ -27,9 +29,6 @@ def stdout_as_stderr() -> Iterator[TextIO]:
         finally:
             sys.stdout.flush()
             os.dup2(kept.fileno(), 1)
-
-
-KEPT = "; what was finished is kept: run the same command again to go on"
 
 
 @contextlib.contextmanager

@@ -6,46 +6,16 @@ import json
 import shutil
 
 import pytest
-from fake_hub import talking_hub
-from shipped import EXPORTED, PUSHED, make_run
+import test_push
+from shipped import EXPORTED, PUSHED
 
 from draftsmith import evaluation
 from draftsmith.errors import DraftsmithError
 from draftsmith.files import read_json, write_json
 from draftsmith.push import PushSettings, push, result_lines
 
-
-@pytest.fixture(scope="module")
-def trained(tiny_target, tiny_folder, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("runs"), tiny_target, tiny_folder)
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of it, exported for vLLM."""
-    home = tmp_path / "runs" / trained.parent.name
-    shutil.copytree(trained.parent, home)
-    return home / "eagle3"
-
-
-@pytest.fixture
-def export(run):
-    return run / "export" / "vllm"
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    with talking_hub(monkeypatch, tmp_path / "no-token") as fake:
-        yield fake
-
-
-@pytest.fixture
-def settings(run):
-    return PushSettings(run, "me/Head", runs=run.parent.parent)
-
-
-def card_of(server, name="me/Head"):
-    return server.files(name)["README.md"].decode()
+trained, run, export = test_push.trained, test_push.run, test_push.export
+server, settings, card_of = test_push.server, test_push.settings, test_push.card_of
 
 
 def test_a_newer_report_of_the_run_goes_along(server, settings, run):
