@@ -6,18 +6,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..errors import DraftsmithError
 from ..heads.base import DraftHead
 from ..progress import Progress
 from .decoder.loop import Request
 from .decoder.search import Chain, Shape
 from .decoder.trees import refuse_deeper
-from .measure import WARM_UPS, Bench, interleaved, measure_costs
+from .lockstep import Runner, pass_costs, side_by_side
+from .measure import WARM_UPS, Bench
 from .metrics import Acceptance, acceptance, expected_tau, timings, tokens_per_second
 from .schemes import read_tree
 from .tune import PLAIN, Tuning, leaders, predict
 
-LEADERS = 2
-"""Trees that are timed, of those that promise most."""
+TIMED_STEPS = 16
+"""Steps of each tree from which its passes' costs are taken."""
+NEAR, LEADERS = 0.9, 5
+"""Trees that promise so much of the best one's speed are really decoded: two at least, and at most so many."""
+EQUAL = 0.97
+"""Of trees that reach so much of the fastest one's speed the smallest is taken: clocks can't tell them apart, and the
+same evaluation should choose the same tree the next time."""
 ACCEPTANCE_SLOTS = 8
 """Sequences at once where only acceptance is asked for: it doesn't depend on the batch, and the passes are shared."""
 
@@ -30,9 +37,9 @@ def read_trees(head: DraftHead, trees: Sequence[str], checkpoint: Path | None) -
 
 
 def choice_answers(prompts: int, timed: int, trees: Mapping[str, Shape]) -> int:
-    """Answers that `choose` decodes: warm-ups, acceptance, then pass costs and leaders, each beside plain decoding."""
-    timed = min(timed, prompts)
-    return 2 * WARM_UPS + prompts * len(measured(trees)) + timed * (len(trees) + 1 + min(LEADERS, len(trees)) + 1)
+    """Answers that `choose` decodes at most: warm-ups, acceptance, leaders; passes count as one for each tree."""
+    leading = min(timed, prompts) * (1 + min(LEADERS, len(trees)))
+    return 2 * WARM_UPS + prompts * len(measured(trees)) + 1 + len(trees) + leading
 
 
 def measured(trees: Mapping[str, Shape]) -> list[str]:
@@ -44,7 +51,7 @@ def measured(trees: Mapping[str, Shape]) -> list[str]:
 def choose(
     bench: Bench, trees: Sequence[str], requests: Sequence[Request], timed: int, timed_tokens: int, bar: Progress
 ) -> Tuning:
-    """Measure acceptance and the cost of every pass, then time the two most promising trees.
+    """Measure acceptance and the cost of every pass, then time the most promising trees, step by step in turns.
 
     Args:
         trees: texts of the candidates.
@@ -61,12 +68,19 @@ def choose(
             logs.append(result.steps)
             bar.advance()
         shares[text] = acceptance(logs)
-    costs = measure_costs(bench, short, [PLAIN, *shapes], bar)
+    costs = pass_costs(lambda ways: _runners(bench, short, ways), shapes, TIMED_STEPS)
+    if not costs.ways.keys() >= {PLAIN, *shapes}:
+        raise DraftsmithError("every tuning answer ended with its first token: there is no step to time")
+    bar.advance(1 + len(shapes))
     taus = expected(shapes, shares)
     predicted = predict(costs, taus)
-    best = leaders(predicted, LEADERS)
-    results = interleaved(bench, short, [PLAIN, *best], bar)
-    speeds = dict(zip([PLAIN, *best], [tokens_per_second(timings(r)) for r in results], strict=True))
+    best = near(predicted)
+    runners, before = _runners(bench, short, [PLAIN, *best]), bar.done
+    for _ in side_by_side(runners):
+        if new := sum(len(runner.found) for runner in runners.values()) - (bar.done - before):
+            bar.advance(new)
+    bar.done = before + len(short) * (1 + min(LEADERS, len(shapes)))
+    speeds = {way: tokens_per_second(timings(runner.results)) for way, runner in runners.items()}
     table = [
         {
             "tree": text,
@@ -80,7 +94,28 @@ def choose(
         }
         for text, shape in shapes.items()
     ]
-    return Tuning(max(best, key=lambda text: speeds[text]), costs, shares, table, len(requests))
+    chosen = smallest({text: speeds[text] for text in best}, shapes)
+    return Tuning(chosen, costs, shares, table, len(requests))
+
+
+def near(predicted: Mapping[str, float]) -> list[str]:
+    """The trees to decode, best first; see `NEAR`."""
+    first = leaders(predicted, LEADERS)
+    return [text for i, text in enumerate(first) if i < _LEAST or predicted[text] >= NEAR * predicted[first[0]]]
+
+
+_LEAST = 2
+"""Trees that are decoded where there are as many."""
+
+
+def smallest(speeds: Mapping[str, float], trees: Mapping[str, Shape]) -> str:
+    """Of the fastest trees the one with the fewest rows; see `EQUAL`."""
+    fast = [text for text in speeds if speeds[text] >= EQUAL * max(speeds.values())]
+    return min(fast, key=lambda text: trees[text].rows)
+
+
+def _runners(bench: Bench, requests: Sequence[Request], ways: Sequence[str]) -> dict[str, Runner]:
+    return {way: Runner(bench.target, bench.drafter(way), requests, 1) for way in ways}
 
 
 def expected(trees: Mapping[str, Shape], shares: Mapping[str, Acceptance]) -> dict[str, float]:

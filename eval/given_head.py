@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import DraftsmithError
 from ..files import sha256_file, sha256_json
@@ -28,6 +30,7 @@ class GivenHead:
             of a hub id, else its folder's name and the beginning of its `digest`.
         checkpoint: folder of its weights, in any layout that can be read.
         tree: text of the tree that the latest report on these weights chose; None where there is no such report.
+        template_kwargs: what the chat template was given for that report; empty where there is none.
         remarks: what to know before it is decoded, each the end of a sentence that begins with its name.
     """
 
@@ -36,6 +39,11 @@ class GivenHead:
     checkpoint: Path
     tree: str | None = None
     remarks: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def rendering(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What the chat template is given: what was asked for, else what it was for the latest report."""
+        return dict(self.template_kwargs if asked is None else asked)
 
     @property
     def adapter(self) -> Path | None:
@@ -94,7 +102,9 @@ def _run_at(folder: Path) -> GivenHead | None:
 
 
 def _trained(head: Trained) -> GivenHead:
-    return GivenHead(head.name, head.folder, head.checkpoint, head.tree, tuple(head.remarks()))
+    return GivenHead(
+        head.name, head.folder, head.checkpoint, head.tree, tuple(head.remarks()), head.template_kwargs or {}
+    )
 
 
 def _own_name(checkpoint: Path) -> str:

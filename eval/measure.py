@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import DraftsmithError
 from ..heads.base import DraftHead
 from ..heads.target import Target
-from ..progress import Progress
 from .decoder.drafters import make_drafter
 from .decoder.drafters.network import prepare_head
 from .decoder.drafters.plain import PlainDrafter
@@ -22,7 +20,7 @@ from .decoder.search import Chain, Shape
 from .decoder.types import Drafter
 from .metrics import Timing
 from .ranks import RankWatch
-from .tune import PLAIN, PassCosts
+from .tune import PLAIN
 
 WARM_UPS, WARM_UP_TOKENS = 2, 20
 
@@ -166,36 +164,3 @@ class Lap:
 def order(ways: Sequence[str], i: int) -> list[str]:
     """Who goes when for prompt number `i`: the order is turned round from prompt to prompt (ABBA)."""
     return list(ways if i % 2 == 0 else reversed(ways))
-
-
-def interleaved(bench: Bench, requests: Sequence[Request], ways: Sequence[str], bar: Progress) -> list[list[Result]]:
-    """Decode every request once in each way, in turns; one list a way."""
-    found: dict[str, list[Result]] = {way: [] for way in ways}
-    for i, request in enumerate(requests):
-        for way in order(ways, i):
-            found[way].append(bench.decode(request, way))
-            bar.advance()
-    return list(found.values())
-
-
-def measure_costs(bench: Bench, requests: Sequence[Request], ways: Sequence[str], bar: Progress) -> PassCosts:
-    """Time the passes of target and head step by step; the ways take turns so that drift hits all alike."""
-    timers: dict[str, list[StepTimer]] = {way: [] for way in ways}
-    for i, request in enumerate(requests):
-        for way in order(ways, i):
-            timer = StepTimer()
-            bench.decode(request, way, timer)
-            timers[way] += [timer] if timer.steps else []
-            bar.advance()
-    costs = PassCosts()
-    for way, runs in timers.items():
-        if not runs:
-            raise DraftsmithError("every tuning answer ended with its first token: there is no step to time")
-        costs.add(
-            way,
-            bench.drafter(way).rows,
-            [t.target / t.steps for t in runs],
-            [t.draft / t.steps for t in runs],
-            [(t.step - t.target - t.draft) / t.steps for t in runs],
-        )
-    return costs

@@ -65,6 +65,11 @@ class Trained:
         text = self.report.get("summary", {}).get("setting", {}).get("tree")
         return None if text is None else str(text)
 
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """What the chat template was given for the report on these weights; None where there is no such report."""
+        return dict(self.report.get("template_kwargs", {})) if self.report else None
+
     def remarks(self) -> list[str]:
         """What a user should know before the head is decoded: training that isn't finished, a report on other weights.
 

@@ -141,19 +141,18 @@ def covering(trees: Mapping[str, Shape]) -> list[str]:
 
 
 PLAIN_EVERY = 3
-"""Plain decoding is timed between so many others: how fast the machine is at the moment."""
+"""Plain decoding takes its turn between so many others: how fast the machine is at the moment."""
 
 
-def turns(trees: Sequence[str]) -> list[str]:
-    """Who is timed when: the trees in their order, plain decoding first, last and between."""
-    chunks = [trees[at : at + PLAIN_EVERY] for at in range(0, len(trees), PLAIN_EVERY)]
-    return [way for chunk in chunks for way in (PLAIN, *chunk)] + [PLAIN]
+def chunks(trees: Sequence[str]) -> list[Sequence[str]]:
+    """Who is timed together, beside plain decoding, which is timed alone first."""
+    return [[], *(trees[at : at + PLAIN_EVERY] for at in range(0, len(trees), PLAIN_EVERY))]
 
 
 def without_drift(runs: Sequence[tuple[str, StepCost]]) -> PassCosts:
-    """Costs of each way from its timed runs, as if the machine had always been as fast as in the median plain run.
+    """Costs of each way from its timed steps, as if the machine had always been as fast as in the median plain one.
 
-    Each run is scaled by the plain runs before and behind it; then medians are taken.
+    Each step is scaled by the plain steps before and behind it; then medians are taken.
 
     Args:
         runs: in the order in which they were timed, a plain one first.

@@ -127,6 +127,7 @@ def _prompts(benchmark: Benchmark, prompts: PromptSet) -> dict[str, Any]:
         "dropped": prompts.dropped,
         "problems": [*benchmark.problems, *prompts.problems],
         "max_new_tokens": prompts.rendering.max_new_tokens,
+        "template_kwargs": dict(prompts.rendering.template_kwargs),
     }
 
 

@@ -7,7 +7,7 @@ setting follow from the two. Those that promise most are then really decoded, in
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from .benchmark_sources import BUILTIN, registry
 from .benchmarks import Benchmark, PromptSet, prompt_set
 from .check import check_outputs
 from .decoder.drafters import make_drafter
-from .decoder.loop import Request, Result, StepLog, StepTimer, decode, rows_needed
+from .decoder.loop import Request, Result, StepLog
 from .decoder.sampling import Sampling
 from .decoder.search import Chain, Shape
 from .decoder.trees import deeper
@@ -35,8 +35,9 @@ from .decoder.types import Drafter
 from .given_head import GivenHead, find_head
 from .harness import EvalSettings, load_benchmarks
 from .journal import Journal
-from .measure import Bench, order
-from .metrics import Timing, acceptance, speedup, timings, tokens_per_second
+from .lockstep import Runner, pass_costs, side_by_side
+from .measure import Bench
+from .metrics import acceptance, speedup, timings, tokens_per_second
 from .questions import Question, language_of
 from .report import TUNE
 from .report.content import SAMPLED
@@ -47,24 +48,21 @@ from .tune import (
     PLAIN,
     PassCosts,
     StepCost,
+    chunks,
     compose,
     covering,
     grid,
     leaders,
     may_pay,
-    turns,
-    without_drift,
 )
 from .tuned import Found, Timed, tuned_result
 from .walks import Foreseen, foresee, passes_over
 
-STAGE, VERSION = "tune", 2
+STAGE, VERSION = "tune", 3
 LEADERS, TIMED_WAYS = 3, 5
 """Settings that are really decoded, of those that promise most; at most so many ways: plain, these, the best chain."""
-PROBE_TOKENS, PROBE_ROUNDS = 10, 2
-"""Answers on which passes are timed: tokens of each, and how often every way takes its turn."""
-ROUNDS = 2
-"""How often the leaders take theirs."""
+PROBE_TOKENS, PROBE_STEPS = 16, 12
+"""Tokens of the answers on which passes are timed, and steps of each way that are."""
 SLOTS = 8
 """Sequences at once where only acceptance is asked for."""
 OWN_NODES = (8, 16, 32, 64)
@@ -83,6 +81,7 @@ class TuneSettings:
         bench_dir: where their files are looked for.
         batches: sequences at once; temperatures: 0 = greedy.
         prompts, max_new_tokens: of each benchmark, and tokens of each answer.
+        template_kwargs: what the chat template is given; None: what it was for the head's latest report.
         trees: settings to choose from; none: `tune.grid`, and the head's own tree where it has one.
     """
 
@@ -97,6 +96,7 @@ class TuneSettings:
     prompts: int = 8
     max_new_tokens: int = 64
     trees: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("batches", 1), ("temperatures", 0)):
@@ -121,6 +121,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     probe_writable(settings.runs)
     source = require_reachable(resolve_target(settings.model, notify=say))
     given = find_head(settings.runs / source.name, settings.head, settings.run)
+    settings = dataclasses.replace(settings, template_kwargs=given.rendering(settings.template_kwargs))
     for remark in given.remarks:
         say(f"{given.name} {remark}")
     asked = _benchmarks(settings)
@@ -162,6 +163,7 @@ def _identity(settings: TuneSettings, target: str, given: GivenHead, asked: Sequ
         "settings": {
             name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names
         },
+        "template_kwargs": settings.template_kwargs,
     }
 
 
@@ -224,7 +226,7 @@ class _Tuner:
         room = self.target.max_positions - max(shape.depth for shape in self.trees.values()) - 1 - PROBE_TOKENS
         return prompt_set(
             benchmark, self.target.tokenizer, max_new_tokens=self.settings.max_new_tokens, room=room,
-            stop_ids=self.target.eos_ids,
+            stop_ids=self.target.eos_ids, template_kwargs=self.settings.template_kwargs,
         )  # fmt: skip
 
     def _runs(self, prompts: int) -> int:
@@ -232,8 +234,8 @@ class _Tuner:
         s = self.settings
         kinds = {temperature > 0 for temperature in s.temperatures}
         walks = prompts * sum(passes_over(self.trees, temperature) for temperature in s.temperatures)
-        probes = len(s.batches) * len(kinds) * PROBE_ROUNDS * len(turns(self.timed))
-        return walks + probes + prompts + len(s.batches) * len(s.temperatures) * ROUNDS * TIMED_WAYS
+        cells = len(s.batches) * len(s.temperatures) * prompts * TIMED_WAYS
+        return walks + len(s.batches) * len(kinds) * self._probes + prompts + cells
 
     def _once(self, key: str, runs: int, bar: Progress, measure: Callable[[], Any]) -> Any:
         """What the journal has under `key`, else what `measure` gives; plain JSON values in either case."""
@@ -278,24 +280,21 @@ class _Tuner:
         asked = [dataclasses.replace(r, sampling=sampling) for r in requests]
 
         def measure() -> dict[str, Any]:
-            runs: list[tuple[str, StepCost]] = []
-            trees = self.timed
-            for i in range(PROBE_ROUNDS):
-                at = i * batch % len(asked)
-                turned = [*asked[at:], *asked[:at]][: max(2, batch)]
-                for way in turns(order(trees, i)):
-                    rows = self.bench.drafter(way).rows
-                    if i > 0 or way == PLAIN or may_pay(rows, without_drift(runs), most_tau):
-                        timer = StepTimer()
-                        self._steady(turned, way, batch, timer)
-                        runs.append((way, _cost(rows, timer)))
-                        bar.advance()
-                trees = [tree for tree in trees if tree in dict(runs)]
-            return dataclasses.asdict(without_drift(runs))
+            pays = functools.partial(self._may_pay, most_tau)
+            runners = functools.partial(self._runners, asked[: max(2, batch)], batch)
+            timed = {tree: self.trees[tree] for tree in self.timed}
+            return dataclasses.asdict(pass_costs(runners, timed, PROBE_STEPS, pays, bar.advance))
 
         key = f"costs/{batch}/{'sampled' if sampled else 'greedy'}"
-        stored = self._once(key, PROBE_ROUNDS * len(turns(self.timed)), bar, measure)
+        stored = self._once(key, self._probes, bar, measure)
         return compose(PassCosts({way: StepCost(**cost) for way, cost in stored["ways"].items()}), self.trees)
+
+    def _may_pay(self, most_tau: float, tree: str, timed: PassCosts) -> bool:
+        return may_pay(self.trees[tree].rows, timed, most_tau)
+
+    @property
+    def _probes(self) -> int:
+        return sum(1 + len(chunk) for chunk in chunks(self.timed))
 
     def _first(self, request: Request, bar: Progress) -> float:
         """Seconds until the first token of a prompt that is alone."""
@@ -316,54 +315,32 @@ class _Tuner:
         asked = [dataclasses.replace(r, sampling=Sampling(temperature)) for r in requests]
 
         def measure() -> dict[str, Any]:
-            found: dict[str, list[Result]] = {way: [] for way in ways}
-            parts = [asked[at : at + batch] for at in range(0, len(asked), batch)]  # small, so that turns are short
-            for i, part in itertools.product(range(ROUNDS), range(len(parts))):
-                for way in order(ways, i + part):
-                    found[way] += self._steady(parts[part], way, batch)
-                bar.note(f"batch {batch}")
+            runners, before = self._runners(asked, batch, ways), bar.done
+            bar.note(f"batch {batch}")
+            for _ in side_by_side(runners):
+                if new := sum(len(runner.found) for runner in runners.values()) - (bar.done - before):
+                    bar.advance(new)
+            found = {way: runner.results for way, runner in runners.items()}
             return {way: dataclasses.asdict(self._figures(found[PLAIN], found[way], way, temperature)) for way in ways}
 
-        stored = self._once(f"cell/{temperature:g}/{batch}", ROUNDS * TIMED_WAYS, bar, measure)
+        stored = self._once(f"cell/{temperature:g}/{batch}", len(asked) * TIMED_WAYS, bar, measure)
         return {way: Timed(**figures) for way, figures in stored.items()}
 
     def _figures(self, plain: Sequence[Result], own: Sequence[Result], way: str, temperature: float) -> Timed:
-        """Pool all rounds of one way; the answers of the first one are compared."""
-        count = len(plain) // ROUNDS
-        pooled = [_pooled(results, count) for results in (plain, own)]
-        speed, tau = tokens_per_second(pooled[1]), acceptance([result.steps for result in own]).tau
+        """What was measured of one way; its answers are compared with those of plain decoding."""
+        speed, tau = tokens_per_second(timings(own)), acceptance([result.steps for result in own]).tau
         if way == PLAIN:
             return Timed(speed, tau, None, None, "baseline")
-        ratio, interval = speedup(*pooled)
+        ratio, interval = speedup(timings(plain), timings(own))
         if temperature > 0:
             return Timed(speed, tau, ratio, list(interval), SAMPLED)
-        check = check_outputs(self.target, plain[:count], own[:count], self.trees[way].rows)
+        check = check_outputs(self.target, plain, own, self.trees[way].rows)
         if not check.passed:
             return Timed(speed, tau, None, None, check.verdict)
         return Timed(speed, tau, ratio, list(interval), check.verdict)
 
-    def _steady(
-        self, requests: Sequence[Request], way: str, batch: int, timer: StepTimer | None = None
-    ) -> list[Result]:
-        """Decode with `batch` sequences running at any time, until each request was answered.
-
-        The requests come again and again, so that no step has fewer; answers that are begun and not wanted are left.
-        """
-        drafter, found = self.bench.drafter(way), dict[str, Result]()
-        capacity = rows_needed(requests, drafter)
-        for result in decode(
-            self.target, drafter, itertools.cycle(requests), slots=batch, capacity=capacity, timer=timer
-        ):
-            found.setdefault(result.id, result)
-            if len(found) == len(requests):
-                break
-        return [found[request.id] for request in requests]
-
-
-def _cost(rows: int, timer: StepTimer) -> StepCost:
-    """Means over the steps of a run."""
-    rest = timer.step - timer.target - timer.draft
-    return StepCost(rows, timer.target / timer.steps, timer.draft / timer.steps, rest / timer.steps)
+    def _runners(self, requests: Sequence[Request], batch: int, ways: Sequence[str]) -> dict[str, Runner]:
+        return {way: Runner(self.target, self.bench.drafter(way), requests, batch) for way in ways}
 
 
 def _middles(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> list[Request]:
@@ -377,9 +354,3 @@ def _middles(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> l
         )
         for request, answer in zip(requests, answers, strict=True)
     ]
-
-
-def _pooled(results: Sequence[Result], count: int) -> list[Timing]:
-    """Tokens and seconds of each of `count` prompts, over all rounds."""
-    each = timings(results)
-    return [Timing(sum(t.tokens for t in each[i::count]), sum(t.seconds for t in each[i::count])) for i in range(count)]

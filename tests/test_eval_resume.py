@@ -12,9 +12,12 @@ from test_eval_harness import SMALL, make_head
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval import harness
+from draftsmith.eval.choose import choice_answers
 from draftsmith.eval.decoder.loop import Result, StepLog
+from draftsmith.eval.decoder.search import parse_shape
 from draftsmith.eval.harness import evaluate
 from draftsmith.eval.journal import Journal, result_from_dict, result_to_dict, tuning_from_dict, tuning_to_dict
+from draftsmith.eval.lockstep import Runner
 from draftsmith.eval.measure import WARM_UPS
 from draftsmith.eval.metrics import acceptance
 from draftsmith.eval.tune import PLAIN, PassCosts, Tuning
@@ -23,11 +26,10 @@ from draftsmith.eval.tune import PLAIN, PassCosts, Tuning
 ONE = dataclasses.replace(SMALL, trees=["chain:2"])
 PROMPTS = SMALL.prompts
 WARM = 2 * WARM_UPS
-CHOICE = WARM + SMALL.timed_prompts * 2 + SMALL.timed_prompts * 2
-"""Answers decoded alone before the held-out ones: warm-ups, pass costs and leaders, plainly and with the chain."""
+"""Answers decoded alone before the held-out ones."""
 ENTRIES = 1 + 3 * PROMPTS + 1
 """The choice, three for each prompt, and the drawn tree."""
-DECODE, PUT = harness.Bench.decode, Journal.put
+DECODE, PUT, STEP = harness.Bench.decode, Journal.put, Runner.step
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def greedy(report):
     return summary, raw, report["prompts"]["sha256"], report["tuning"]["acceptance_conditional"], parts
 
 
-@pytest.mark.parametrize("decodes", [2, CHOICE - 1, CHOICE, CHOICE + 1, CHOICE + 5])
+@pytest.mark.parametrize("decodes", [2, WARM - 1, WARM, WARM + 1, WARM + 5])
 def test_an_interrupted_evaluation_decodes_only_what_is_missing(
     tiny_target, head, whole, bars, tmp_path, monkeypatch, decodes
 ):
@@ -96,16 +98,34 @@ def test_an_interrupted_evaluation_decodes_only_what_is_missing(
     assert greedy(report) == greedy(whole)
     assert report["environment"]["sessions"] == 2
 
-    chosen, pairs = decodes >= CHOICE, max(decodes - CHOICE, 0) // 2
-    before = WARM if chosen else CHOICE
+    chosen, pairs = decodes >= WARM, max(decodes - WARM, 0) // 2
     both = [PLAIN, "chain:2"]
     turns = [way for i in range(pairs, PROMPTS) for way in (both if i % 2 == 0 else reversed(both))]
-    assert [way for _, way in calls[before:]] == turns
+    assert [way for _, way in calls[WARM:]] == turns
     first, second = bars
     assert first.done < first.total
     assert second.done == second.total
-    kept = (CHOICE + report["tuning"]["n_prompts"] if chosen else 0) + 2 * pairs
+    choice = choice_answers(report["tuning"]["n_prompts"], ONE.timed_prompts, {"chain:2": parse_shape("chain:2")})
+    kept = (choice if chosen else 0) + 2 * pairs
     assert second.total - second.counted == kept
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_an_interrupted_choice_is_made_again(tiny_target, head, whole, tmp_path, monkeypatch, steps):
+    """Interrupted while passes are timed, and while the leaders are decoded."""
+    path, taken = tmp_path / "journal.jsonl", []
+
+    def step(self):
+        taken.append(self)
+        if len(taken) == steps:
+            raise KeyboardInterrupt
+        return STEP(self)
+
+    monkeypatch.setattr(Runner, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny_target, head, ONE, Journal.open(path))
+    assert len(taken) == steps
+    assert greedy(evaluate(tiny_target, head, ONE, Journal.open(path))) == greedy(whole)
 
 
 @pytest.mark.parametrize("entries", [1, PROMPTS + 3, 2 * PROMPTS + 1, 2 * PROMPTS + 3, ENTRIES])

@@ -22,22 +22,24 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.eval import advice, tuning, walks
 from draftsmith.eval.decoder.drafters import make_drafter
 from draftsmith.eval.decoder.drafters.draft_model import DraftModelDrafter
+from draftsmith.eval.decoder.drafters.plain import PlainDrafter
 from draftsmith.eval.decoder.loop import Request, Result, StepLog, decode, rows_needed
 from draftsmith.eval.decoder.sampling import Sampling
 from draftsmith.eval.decoder.search import Shape, Static, parse_shape
+from draftsmith.eval.lockstep import Runner
 from draftsmith.eval.report.figures import Shown, best_settings
 from draftsmith.eval.report.tuning import best_rows, engine_lines, print_tuning, table_rows
 from draftsmith.eval.tune import (
     PLAIN,
     PassCosts,
     StepCost,
+    chunks,
     compose,
     covering,
     grid,
     leaders,
     may_pay,
     predict,
-    turns,
     without_drift,
 )
 from draftsmith.eval.tuning import TuneSettings, tune
@@ -212,7 +214,6 @@ def test_passes_are_timed_once_a_shape() -> None:
 
 
 def test_a_machine_that_slows_down_changes_no_cost() -> None:
-    assert turns(["a", "b", "c", "d"]) == [PLAIN, "a", "b", "c", PLAIN, "d", PLAIN]
     costs = {PLAIN: StepCost(1, 1.0, 0.0, 0.1), "a": StepCost(3, 1.5, 0.4, 0.1), "b": StepCost(9, 2.0, 0.8, 0.2)}
     speeds = [(PLAIN, 1.0), ("a", 1.0), (PLAIN, 1.0), ("b", 1.5), (PLAIN, 2.0), ("a", 2.0), (PLAIN, 2.0), (PLAIN, 1.0)]
     runs = []
@@ -222,6 +223,11 @@ def test_a_machine_that_slows_down_changes_no_cost() -> None:
     found = without_drift(runs).ways
     for way, cost in costs.items():
         assert dataclasses.astuple(found[way]) == pytest.approx(dataclasses.astuple(cost))
+
+
+def test_who_is_timed_together() -> None:
+    assert chunks(["a", "b", "c", "d"]) == [[], ["a", "b", "c"], ["d"]]
+    assert chunks([]) == [[]]
 
 
 def test_passes_that_take_too_long_are_not_timed() -> None:
@@ -318,6 +324,7 @@ def _short_probes() -> Iterator[None]:
     """Times are not looked at here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "PROBE_TOKENS", 3)
+        patch.setattr(tuning, "PROBE_STEPS", 2)
         yield
 
 
@@ -340,9 +347,7 @@ def result(runs: Path, tiny_folder: Path, tmp_path_factory: pytest.TempPathFacto
         str(tiny_folder), "eagle3", copy, batches=(3, 1), temperatures=(1.0, 0.0), prompts=PROMPTS,
         max_new_tokens=TOKENS, trees=TREES,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "PROBE_ROUNDS", 1)
-        found = tune(asked)
+    found = tune(asked)
     assert json.loads(next(copy.glob("*/eagle3/tune.json")).read_text()) == found
     return found
 
@@ -430,73 +435,52 @@ def test_the_terminal_shows_every_figure(result: dict[str, Any], capsys: pytest.
     assert best_rows({"cells": [failed]})[0][2:4] == ("–", "outputs differ")
 
 
-def stop_before(monkeypatch: pytest.MonkeyPatch, runs: int | None) -> list[tuple[str, int]]:
-    """Count what `_Tuner._steady` decodes; interrupt it before its run number `runs`."""
-    calls: list[tuple[str, int]] = []
-    real = STEADY
+def stop_before(monkeypatch: pytest.MonkeyPatch, steps: int | None) -> list[Runner]:
+    """Count the steps of all ways; interrupt before step number `steps`. Returns who took them, one after the other."""
+    taken: list[Runner] = []
 
-    def steady(self: Any, requests: Any, way: str, batch: int, timer: Any = None) -> Any:
-        if len(calls) == runs:
+    def step(self: Runner) -> StepCost | None:
+        if len(taken) == steps:
             raise KeyboardInterrupt
-        calls.append((way, batch))
-        return real(self, requests, way, batch, timer)
+        taken.append(self)
+        return STEP(self)
 
-    monkeypatch.setattr(tuning._Tuner, "_steady", steady)
-    return calls
+    monkeypatch.setattr(Runner, "step", step)
+    return taken
 
 
-STEADY = tuning._Tuner._steady
+STEP = Runner.step
 
 
 def test_a_killed_tuning_goes_on_and_a_finished_one_is_kept(
     settings: TuneSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = dataclasses.replace(settings, temperatures=(0.0,), batches=(1,), trees=("chain:1", "chain:2"))
-    probes, timed = tuning.PROBE_ROUNDS * 4, tuning.ROUNDS * PROMPTS * 3
-    calls = stop_before(monkeypatch, probes + 2)  # among the leaders
+    rounds = tuning.PROBE_STEPS + 1
+    probes = (rounds + 1) + (3 * rounds + 1)  # plain decoding alone, and with both; it ends each
+    taken = stop_before(monkeypatch, probes + 2)  # among the leaders
     with pytest.raises(KeyboardInterrupt):
         tune(small)
-    there, back = ["chain:1", "chain:2"], ["chain:2", "chain:1"]
-    assert [way for way, _ in calls[:probes]] == [PLAIN, *there, PLAIN, PLAIN, *back, PLAIN]
+    plain, first, second = taken[rounds + 1 : rounds + 4]
+    assert taken[rounds + 1 : probes] == [plain, first, second] * rounds + [plain]
     monkeypatch.setattr(tuning, "foresee", lambda *_, **__: pytest.fail("acceptance was measured again"))
-    calls = stop_before(monkeypatch, None)
+    taken = stop_before(monkeypatch, None)
     found = tune(small)
-    assert len(calls) == timed
+    assert len({id(runner) for runner in taken}) == 3  # the leaders alone
     assert found["environment"]["sessions"] == 2
     monkeypatch.setattr(tuning, "load_model", lambda *_, **__: pytest.fail("the target was loaded"))
     assert tune(small) == found
 
 
-def test_all_slots_run_at_every_step(settings: TuneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    small = dataclasses.replace(settings, temperatures=(0.0,), batches=(4,), trees=("chain:1",))
-    real = tuning.decode
-
-    def watched(target: Any, drafter: Any, requests: Any, **options: Any) -> Any:
-        propose = drafter.propose
-
-        def counting(roots: Any, draws: Any) -> Any:
-            seen.append(len(roots))
-            return propose(roots, draws)
-
-        monkeypatch.setattr(drafter, "propose", counting)
-        yield from real(target, drafter, requests, **options)
-
-    monkeypatch.setattr(tuning, "decode", watched)
-    found = tune(small)
-    assert set(seen) == {4}  # with two prompts
-    assert [c["batch"] for c in found["cells"]] == [4]
-
-
 def test_wrong_answers_get_no_speedup(settings: TuneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any, requests: Any, way: str, batch: int, timer: Any = None) -> Any:
-        results = STEADY(self, requests, way, batch, timer)
-        if way != PLAIN:
-            for r in results:
-                r.tokens = [(r.tokens[0] + 1) % 300, *r.tokens[1:]]
-        return results
+    def broken(self: Runner) -> StepCost | None:
+        cost = STEP(self)
+        if not isinstance(self.drafter, PlainDrafter):
+            for r in self.found.values():
+                r.tokens[0] = (r.tokens[0] + 1) % 300
+        return cost
 
-    monkeypatch.setattr(tuning._Tuner, "_steady", broken)
+    monkeypatch.setattr(Runner, "step", broken)
     found = tune(dataclasses.replace(settings, prompts=1, temperatures=(0.0,), batches=(1,), trees=("chain:1",)))
     (row,) = found["cells"][0]["table"]
     assert (row["measured_speedup"], found["cells"][0]["best"]) == (None, None)
@@ -511,13 +495,14 @@ def test_an_implausible_speed_up_is_flagged(
 ) -> None:
     """Drafted answers whose seconds are shortened by a thousand, where the leaders are timed."""
 
-    def hasty(self: Any, requests: Any, way: str, batch: int, timer: Any = None) -> Any:
-        results = STEADY(self, requests, way, batch, timer)
-        for r in results if way != PLAIN and timer is None else []:
-            r.seconds /= 1000
-        return results
+    def hasty(self: Runner) -> StepCost | None:
+        before = set(self.found)
+        cost = STEP(self)
+        for name in self.found.keys() - before if not isinstance(self.drafter, PlainDrafter) else ():
+            self.found[name].seconds /= 1000
+        return cost
 
-    monkeypatch.setattr(tuning._Tuner, "_steady", hasty)
+    monkeypatch.setattr(Runner, "step", hasty)
     found = tune(dataclasses.replace(settings, temperatures=(0.0,), batches=(1,), trees=("chain:1",)))
     (row,), best = found["cells"][0]["table"], found["cells"][0]["best"]
     target = {p["tree"]: p["target_seconds"] for p in found["passes"]}

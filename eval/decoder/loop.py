@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,6 +124,30 @@ def decode(
             of range, logits that are not numbers, graphs without the kernels. It ends the call; results that were
             yielded stay good.
     """
+    steps = decode_steps(
+        target, drafter, requests, slots=slots, capacity=capacity, timer=timer, on_token=on_token, typical=typical,
+        graphs=graphs,
+    )  # fmt: skip
+    for finished in steps:
+        yield from finished
+
+
+def decode_steps(
+    target: Target,
+    drafter: Drafter,
+    requests: Iterable[Request],
+    *,
+    slots: int,
+    capacity: int,
+    timer: StepTimer | None = None,
+    on_token: Callable[[str, list[int]], None] | None = None,
+    typical: Typical | None = None,
+    graphs: bool = False,
+) -> Generator[list[Result], None, None]:
+    """The same for a caller who does something else between the steps: yields what is finished after each of them.
+
+    It yields after prompts were read, too, without a step (`timer.steps` tells): their first tokens may end answers.
+    """
     session = _Session(target, drafter, slots, capacity, timer, on_token, typical, graphs)
     if isinstance(requests, Sequence):  # a mistake in one is said before work on the others starts
         for request in requests:
@@ -137,10 +161,10 @@ def decode(
             while more and session.has_room():
                 new = list(itertools.islice(waiting, slots - len(session.running)))
                 more = len(new) == slots - len(session.running)
-                yield from session.admit(new)
+                yield session.admit(new)
             if not session.running:
                 return
-            yield from session.step()
+            yield session.step()
 
 
 def rows_needed(requests: Iterable[Request], drafter: Drafter) -> int:
