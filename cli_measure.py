@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import typer
 
-from .console import interruptible, print_json, stdout_as_stderr
+from .console import interruptible, print_json, print_settings, stdout_as_stderr
 from .errors import DraftsmithError
 from .options import SAMPLING
 
@@ -25,10 +25,11 @@ def generate(command: str, values: dict[str, Any]) -> None:
     """Decode one answer: its text on standard output as it comes, the figures on standard error."""
     from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
 
-    as_json, text, colour = (values.pop(name) for name in ("json_", "prompt", "color"))
+    as_json, text, colour, dry = (values.pop(name) for name in ("json_", "prompt", "color", "dry_run"))
     if as_json and colour:
         raise DraftsmithError("--json prints no text as it comes, so --color changes nothing: leave one of them out")
     given = {name: value for name, value in values.items() if value is not None}
+    _read_template_args(given)
     sampling = {name: given.pop(name) for name in SAMPLING & set(given)}
     if "any_head" in given:
         given["head"] = given.pop("any_head")
@@ -36,22 +37,26 @@ def generate(command: str, values: dict[str, Any]) -> None:
     if settings["drafter"] == "head":
         settings.setdefault("head", DEFAULT_HEAD)
     try:
-        settings["prompt"] = _read_stdin() if text == "-" else text
+        settings["prompt"] = _read_stdin() if text == "-" and not dry else text
         with stdout_as_stderr() as out:
             from .eval.decoder.sampling import Sampling
             from .eval.generate import GenerateSettings
             from .eval.generate import generate as answer_prompt
 
             asked = GenerateSettings(**settings, sampling=Sampling(**sampling))
-            answer = answer_prompt(asked, *((None, _say_figures) if as_json else _streaming(out, colour)))
-            if answer["plain"] is not None:
-                _say_plain(answer["plain"])
+            asked.check()
+            if not dry:
+                answer = answer_prompt(asked, *((None, _say_figures) if as_json else _streaming(out, colour)))
+                if answer["plain"] is not None:
+                    _say_plain(answer["plain"])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:  # nobody reads on, as behind `| head`
         raise typer.Exit(_NO_READER) from None
-    if as_json:
+    if dry:
+        print_settings(asked)
+    elif as_json:
         print_json(answer)
 
 
@@ -89,9 +94,10 @@ def load(command: str, values: dict[str, Any]) -> None:
     """Measure a head under load."""
     from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
 
-    as_json = values.pop("json_")
+    as_json, dry = values.pop("json_"), values.pop("dry_run")
     names = {"any_head": "head", "load_prompts": "prompts", "answer_tokens": "max_new_tokens"}
     given = {names.get(name, name): value for name, value in values.items() if value is not None}
+    _read_template_args(given)
     if "replay" in given and (more := sorted({"batches", "benchmarks", "bench_dir", "prompts"} & set(given))):
         flag = {"benchmarks": "bench", "bench_dir": "bench-dir"}.get(more[0], more[0])
         raise DraftsmithError(f"--replay {given['replay']} brings its own requests: leave --{flag} out, or --replay")
@@ -106,14 +112,25 @@ def load(command: str, values: dict[str, Any]) -> None:
         from .eval.load import LoadSettings
         from .eval.load import load as measure
 
-        settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
-        result = measure(LoadSettings(**settings))
+        settings = LoadSettings(**{"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given})
+        result = {} if dry else measure(settings)
+    if dry:
+        print_settings(settings)
+        return
     if as_json:
         print_json(result)
         return
     from .eval.report.load_table import print_load
 
     print_load(result, part)
+
+
+def _read_template_args(given: dict[str, Any]) -> None:
+    """Turn NAME=VALUE texts into what the chat template is given."""
+    if "template_args" in given:
+        from .run_config import template_args
+
+        given["template_kwargs"] = template_args(given.pop("template_args"))
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -127,12 +144,13 @@ def tune(command: str, values: dict[str, Any]) -> None:
     """Choose a head's settings."""
     from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
 
-    as_json = values.pop("json_")
+    as_json, dry = values.pop("json_"), values.pop("dry_run")
     names = {
         "any_head": "head", "load_prompts": "prompts", "answer_tokens": "max_new_tokens",
         "tune_temperatures": "temperatures",
     }  # fmt: skip
     given = {names.get(name, name): value for name, value in values.items() if value is not None}
+    _read_template_args(given)
     if "batches" in given:
         given["batches"] = _whole_numbers(given["batches"])
     if "temperatures" in given:
@@ -145,8 +163,11 @@ def tune(command: str, values: dict[str, Any]) -> None:
         from .eval.tuning import TuneSettings
         from .eval.tuning import tune as measure
 
-        settings = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
-        result = measure(TuneSettings(**settings))
+        settings = TuneSettings(**{"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given})
+        result = {} if dry else measure(settings)
+    if dry:
+        print_settings(settings)
+        return
     if as_json:
         print_json(result)
         return
@@ -166,38 +187,47 @@ def compare(command: str, values: dict[str, Any]) -> None:
     """Compare what is there."""
     from .run_config import DEFAULT_MODEL
 
+    as_json, dry = values.pop("json_"), values.pop("dry_run")
     names = {"answer_tokens": "max_new_tokens", "with_union": "with_prompt_lookup", "load_prompts": "prompts"}
-    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None}
+    _read_template_args(given)
     if "heads" in given:
         given["heads"] = _names(given["heads"])
     if "benchmarks" in given:
         given["benchmarks"] = _names(given["benchmarks"], "--bench", "benchmark", "mt-bench,gsm8k")
 
-    def work() -> dict[str, Any]:
+    with interruptible():
         from .eval.compare import CompareSettings
         from .eval.compare import compare as measure
 
-        return measure(CompareSettings(**{"model": DEFAULT_MODEL, "runs": Path("runs"), **given}))
-
-    _show_comparison(work, values["json_"])
+        settings = CompareSettings(**{"model": DEFAULT_MODEL, "runs": Path("runs"), **given})
+        result = {} if dry else measure(settings)
+    if dry:
+        print_settings(settings)
+    else:
+        _show_comparison(result, as_json)
 
 
 def tour(command: str, values: dict[str, Any]) -> None:
     """Train all heads, then compare them."""
     overrides = [*(values.pop("overrides") or []), *(values.pop("set_") or [])]
+    as_json, dry = values.pop("json_"), values.pop("dry_run")
     names = {"train_minutes": "minutes"}
-    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None}
     if "heads" in given:
         given["heads"] = _names(given["heads"])
 
-    def work() -> dict[str, Any]:
+    with interruptible():
         from .tour import TourSettings
         from .tour import tour as train_all
 
-        return train_all(TourSettings(**given, overrides=overrides))
-
-    pushed = _show_comparison(work, values["json_"]).get("push", {})
-    if any("error" in one for one in pushed.values()):
+        settings = TourSettings(**given, overrides=overrides)
+        result = {} if dry else train_all(settings)
+    if dry:
+        print_settings(settings)
+        return
+    _show_comparison(result, as_json)
+    if any("error" in one for one in result.get("push", {}).values()):
         raise typer.Exit(1)
 
 
@@ -208,16 +238,13 @@ def _names(text: str, flag: str = "--heads", what: str = "head", like: str = "ea
     return names
 
 
-def _show_comparison(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
-    with interruptible():
-        result = work()
+def _show_comparison(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(result)
-        return result
+        return
     from .eval.report.comparison import print_comparison
 
     print_comparison(result)
-    return result
 
 
 def _read_stdin() -> str:
@@ -232,11 +259,17 @@ def bench(command: str, values: dict[str, Any]) -> None:
     from .run_config import DEFAULT_MODEL
 
     with stdout_as_stderr():
-        from .eval.bench import BENCHES, figure_line, run_bench
+        from .eval.bench import BENCHES, bench_settings, figure_line, run_bench
         from .train.bench_train import TRAIN_BENCH
 
-        given = (values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), values["overrides"] or [])
-        path, result = run_bench(values["bench"], *given, {**BENCHES, "train": TRAIN_BENCH})
+        benches, overrides = {**BENCHES, "train": TRAIN_BENCH}, values["overrides"] or []
+        settings = bench_settings(values["bench"], overrides, benches)
+        if not values["dry_run"]:
+            given = (values["model"] or DEFAULT_MODEL, values["runs"] or Path("runs"), overrides)
+            path, result = run_bench(values["bench"], *given, benches)
+    if values["dry_run"]:
+        print_settings(settings)
+        return
     if values["json_"]:
         print_json(result)
         return

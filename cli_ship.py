@@ -11,15 +11,16 @@ from typing import Any
 
 import typer
 
-from .console import interruptible, print_json
+from .console import interruptible, print_json, print_settings
 
 
 def serve_check(command: str, values: dict[str, Any]) -> None:
     """Serve the exported head in vLLM; exit status 1 where its counters or outputs don't agree."""
     from .run_config import DEFAULT_HEAD, DEFAULT_MODEL
 
+    as_json, dry = values.pop("json_"), values.pop("dry_run")
     names = {"served_prompts": "prompts", "answer_tokens": "max_new_tokens", "engines_folder": "installed"}
-    given = {names.get(name, name): value for name, value in values.items() if value is not None and name != "json_"}
+    given = {names.get(name, name): value for name, value in values.items() if value is not None}
     run = given.pop("run", None)
     given = {"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given}
     given["head"] += f"@{run}" if run else ""
@@ -27,8 +28,12 @@ def serve_check(command: str, values: dict[str, Any]) -> None:
         from .eval.serve_check import serve_check as check
         from .eval.served import ServeSettings, result_lines
 
-        result = check(ServeSettings(**given))
-    if values["json_"]:
+        settings = ServeSettings(**given)
+        result = {} if dry else check(settings)
+    if dry:
+        print_settings(settings)
+        return
+    if as_json:
         print_json(result)
     else:
         print("\n".join(result_lines(result)))

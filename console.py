@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -40,6 +41,14 @@ def interruptible(so: str = KEPT) -> Iterator[TextIO]:
     except KeyboardInterrupt:
         print(f"interrupted{so}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def print_settings(settings: Any) -> None:
+    """Print what a command would do, as YAML."""
+    import yaml
+
+    values = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    sys.stdout.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def print_json(result: Any) -> None:

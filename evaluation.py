@@ -185,7 +185,8 @@ def _evaluate(run: Run, subject: _Subject, show: bool) -> Measured:
         wanted = EvalSettings(**_settings(config, subject, head), template_kwargs=config.template_kwargs)
         journal = Journal.open(folder / "journal.jsonl")
         report = measure(target, head, wanted, journal, subject.checkpoint, benchmarks)
-        write_json(folder / REPORT, {**report, "head_sha256": subject.weights})
+        rendered = {"template_kwargs": config.template_kwargs}
+        write_json(folder / REPORT, {**report, **rendered, "head_sha256": subject.weights})
         stage.finish()
         show = True
     if show or not _published(subject):

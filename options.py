@@ -276,6 +276,17 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "repetition_penalty": (Annotated[float | None, typer.Option(help="Of tokens already there.  [1 = none]")], None),
     "seed": (Annotated[int | None, typer.Option(help="Of the draws.  [0]")], None),
     "max_new_tokens": (Annotated[int | None, typer.Option(min=1, help="Longest answer.  [256, or what fits]")], None),
+    "template_args": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--template-arg",
+                help="NAME=VALUE for the chat template, e.g. enable_thinking=false; may repeat.  [as in the head's "
+                "report]",
+            ),
+        ],
+        None,
+    ),
     "stop_token": (Annotated[list[str] | None, typer.Option(help="Text of a token that ends it; may repeat.")], None),
     "typical": (
         Annotated[bool, typer.Option("--typical", help="LOSSY: accept drafts that are merely typical of the target.")],
@@ -428,31 +439,32 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     "generate": (
         "Answer a prompt with any drafting scheme, streamed; what the target says stays the same, it comes faster.",
         {"prompt", "model", "drafter", "any_head", "run", "runs", "draft_model", "tree", "with_prompt_lookup",
-         *SAMPLING, "max_new_tokens", "stop_token", "typical", "raw", "with_plain", "color", "json_"},
+         *SAMPLING, "max_new_tokens", "stop_token", "template_args", "typical", "raw", "with_plain", "color",
+         "dry_run", "json_"},
     ),
     "load": (
         "Measure a head under load, against plain decoding: by batch, or with recorded requests. Goes on where it was.",
         {"model", "any_head", "run", "runs", "tree", "batches", "benchmarks", "bench_dir", "load_prompts",
-         "answer_tokens", "replay", "concurrency", "json_"},
+         "answer_tokens", "template_args", "replay", "concurrency", "dry_run", "json_"},
     ),
     "tune": (
         "Find a head's best setting for every batch and temperature, and what engines must be told. Can be resumed.",
         {"model", "any_head", "run", "runs", "benchmarks", "bench_dir", "batches", "tune_temperatures", "load_prompts",
-         "answer_tokens", "trees", "json_"},
+         "answer_tokens", "trees", "template_args", "dry_run", "json_"},
     ),
     "compare": (
         "Decode the same prompts with every trained head and every scheme without training, in turns: one table.",
         {"model", "runs", "heads", "benchmarks", "bench_dir", "load_prompts", "answer_tokens", "temperature",
-         "draft_model", "with_union", "json_"},
+         "draft_model", "with_union", "template_args", "dry_run", "json_"},
     ),
     "tour": (
         "Train every head family for a few minutes on the same answers, then compare them. Goes on where it was.",
-        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "push", "runs", "set_", "json_"},
+        {"overrides", "model", "recipe", "train_minutes", "heads", "gpus", "push", "runs", "set_", "dry_run", "json_"},
     ),
     "serve-check": (
         "Serve the exported head in vLLM and compare outputs, acceptance and speed with the decoder here.",
         {"model", "head", "run", "runs", "served_prompts", "answer_tokens", "depth", "threads", "engines_folder",
-         "json_"},
+         "dry_run", "json_"},
     ),
     "export": (
         "Write a trained head as an engine loads it, and print the command that serves it.",
@@ -469,6 +481,6 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     ),
     "bench": (
         "Measure decoder (against transformers.generate), data or train, in turns; writes RUNS/bench/NAME.json.",
-        {"bench", "overrides", "model", "runs", "json_"},
+        {"bench", "overrides", "model", "runs", "dry_run", "json_"},
     ),
 }  # fmt: skip

@@ -296,10 +296,18 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _override(text: str) -> dict[str, Any]:
+def template_args(texts: Sequence[str]) -> dict[str, Any]:
+    """Variables of the chat template from `NAME=VALUE`, the values in YAML; the same as `template_kwargs` holds."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        _merge(values, _override(text, "a template argument", "enable_thinking=false"), text)
+    return values
+
+
+def _override(text: str, what: str = "an override", like: str = "train.token_budget=2048") -> dict[str, Any]:
     key, sign, raw = text.partition("=")
     if not sign or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise DraftsmithError(f"{text!r} is not an override: write KEY=VALUE, e.g. train.token_budget=2048")
+        raise DraftsmithError(f"{text!r} is not {what}: write KEY=VALUE, e.g. {like}")
     try:
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:

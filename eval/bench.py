@@ -295,6 +295,13 @@ class Bench:
 BENCHES = {"decoder": Bench(BenchSettings, bench_decoder), "data": Bench(DataBenchSettings, bench_data)}
 
 
+def bench_settings(name: str, overrides: Sequence[str] = (), benches: Mapping[str, Bench] = BENCHES) -> Any:
+    """The settings of a benchmark; see `run_bench`, which raises the same."""
+    if name not in benches:
+        raise DraftsmithError(f"there is no benchmark {name!r}; there are: {', '.join(benches)}")
+    return _settings(benches[name].settings, overrides)
+
+
 def run_bench(
     name: str, model: str, runs: Path, overrides: Sequence[str] = (), benches: Mapping[str, Bench] = BENCHES
 ) -> tuple[Path, dict[str, Any]]:
@@ -311,10 +318,8 @@ def run_bench(
     Raises:
         DraftsmithError: an unknown benchmark, key or value; a target that can't be loaded.
     """
-    if name not in benches:
-        raise DraftsmithError(f"there is no benchmark {name!r}; there are: {', '.join(benches)}")
+    settings = bench_settings(name, overrides, benches)
     bench = benches[name]
-    settings = _settings(bench.settings, overrides)
     probe_writable(runs)
     target = load_model(model)
     result = {

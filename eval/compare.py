@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class CompareSettings:
         benchmarks: names or files, see `harness.load_benchmarks`; of questions with several turns the first is asked.
         bench_dir: where their files are looked for.
         temperature: of all answers; 0 = greedy.
+        template_kwargs: what the chat template is given; None: what it was for the heads' latest reports.
     """
 
     model: str
@@ -65,6 +66,7 @@ class CompareSettings:
     benchmarks: tuple[str, ...] = (BUILTIN,)
     bench_dir: str | None = None
     temperature: float = 0.0
+    template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("max_new_tokens", 2)):  # an answer's first token is the prefill's
@@ -90,6 +92,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
     heads = _chosen(home, settings.heads)
     if not heads:
         say(f"{home} holds no trained head, so schemes without one are compared alone; 'draftsmith run' trains one")
+    settings = dataclasses.replace(settings, template_kwargs=_template_kwargs(settings, heads))
     asked = load_benchmarks(
         EvalSettings(prompts=settings.prompts, bench=list(settings.benchmarks), bench_dir=settings.bench_dir)
     )
@@ -118,13 +121,27 @@ def _chosen(home: Path, names: Sequence[str] | None) -> list[Trained]:
     return trained_heads(home) if names is None else [trained_head(home, name) for name in dict.fromkeys(names)]
 
 
+def _template_kwargs(settings: CompareSettings, heads: Sequence[Trained]) -> Mapping[str, Any]:
+    """What the chat template is given: what was asked for, else what the reports agree on."""
+    if settings.template_kwargs is not None:
+        return settings.template_kwargs
+    found = {head.name: head.template_kwargs for head in heads if head.template_kwargs is not None}
+    if any(values != next(iter(found.values())) for values in found.values()):
+        differing = "; ".join(f"{name} {values}" for name, values in found.items())
+        raise DraftsmithError(
+            f"the heads' reports gave the chat template other arguments ({differing}), and all answer the same prompts "
+            "here: say which with --template-arg NAME=VALUE, or compare fewer with --heads"
+        )
+    return next(iter(found.values()), {})
+
+
 def _identity(
     source: TargetSource, heads: Sequence[Trained], settings: CompareSettings, asked: Sequence[Benchmark]
 ) -> dict[str, Any]:
     """All that the result depends on or shows."""
     first = fastest(heads)
     draft = None if settings.draft_model is None else require_reachable(resolve_target(settings.draft_model))
-    names = ("prompts", "max_new_tokens", "draft_model", "with_prompt_lookup", "temperature")
+    names = ("prompts", "max_new_tokens", "draft_model", "with_prompt_lookup", "temperature", "template_kwargs")
     return {
         "fingerprint": _fingerprint(source),
         "draft_fingerprint": None if draft is None else _fingerprint(draft),
@@ -160,7 +177,12 @@ def _measure(ways: Sequence[Way], asked: Sequence[Benchmark], settings: CompareS
     room -= max(way.drafter.depth for way in ways) + 1
     sets = [
         prompt_set(
-            benchmark, target.tokenizer, max_new_tokens=settings.max_new_tokens, room=room, stop_ids=target.eos_ids
+            benchmark,
+            target.tokenizer,
+            max_new_tokens=settings.max_new_tokens,
+            room=room,
+            stop_ids=target.eos_ids,
+            template_kwargs=settings.template_kwargs,
         )
         for benchmark in asked
     ]

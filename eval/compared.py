@@ -81,6 +81,7 @@ def compared_result(compared: Compared, model: str, max_new_tokens: int, session
             "count": sum(len(prompts.requests) for prompts in compared.sets),
             "dropped": [name for prompts in compared.sets for name in prompts.dropped],
             "max_new_tokens": max_new_tokens,
+            "template_kwargs": dict(compared.sets[0].rendering.template_kwargs),
         },
         "schemes": compared.rows(checks),
         "benchmarks": [

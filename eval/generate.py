@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class GenerateSettings:
             latest report chose.
         max_new_tokens: None takes MAX_NEW_TOKENS, or what fits.
         stop_token: texts of tokens that end the answer, beside the target's own.
+        template_kwargs: what the chat template is given; None: what it was for the head's latest report.
         typical: Medusa's typical acceptance: lossy.
         raw: take the prompt as it is instead of rendering it by the chat template.
         with_plain: decode the prompt plainly, too, after the answer.
@@ -66,6 +67,7 @@ class GenerateSettings:
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int | None = None
     stop_token: Sequence[str] = ()
+    template_kwargs: Mapping[str, Any] | None = None
     typical: bool = False
     raw: bool = False
     with_plain: bool = True
@@ -82,6 +84,8 @@ class GenerateSettings:
             raise DraftsmithError(
                 f"--head and --run name a trained head: they go with --drafter head, not with {self.drafter!r}"
             )
+        if self.raw and self.template_kwargs:
+            raise DraftsmithError("--raw takes no chat template: leave --template-arg out")
         plain = Sampling(repetition_penalty=self.sampling.repetition_penalty, seed=self.sampling.seed)
         if self.sampling.temperature == 0 and self.sampling != plain:
             raise DraftsmithError(
@@ -122,7 +126,8 @@ def generate(
     )
     check_options(settings.drafter, options)
     target = load_model(settings.model, adapter=head.adapter if head else None)
-    tokens = _prompt_tokens(target, settings)
+    given = settings.template_kwargs
+    tokens = _prompt_tokens(target, settings, head.rendering(given) if head else given or {})
     drafter, plain = build_drafter(settings.drafter, target, options), PlainDrafter()
     limit = _limit(target, drafter, tokens, settings)
     request = Request("generate", tokens, limit, settings.sampling, _stop(target, settings))
@@ -255,12 +260,12 @@ def _given_head(settings: GenerateSettings) -> GivenHead:
         raise DraftsmithError(f"{error}, or take a drafter that needs none: --drafter prompt-lookup") from error
 
 
-def _prompt_tokens(target: Target, settings: GenerateSettings) -> list[int]:
+def _prompt_tokens(target: Target, settings: GenerateSettings, template_kwargs: Mapping[str, Any]) -> list[int]:
     if settings.raw:
         return list(target.tokenizer(settings.prompt, verbose=False).input_ids)
     if not getattr(target.tokenizer, "chat_template", None):
         raise DraftsmithError(f"the tokenizer of {target.id} has no chat template: give --raw to continue plain text")
-    return render_prompt(target.tokenizer, [{"role": "user", "content": settings.prompt}])
+    return render_prompt(target.tokenizer, [{"role": "user", "content": settings.prompt}], template_kwargs)
 
 
 def _limit(target: Target, drafter: Drafter, tokens: list[int], settings: GenerateSettings) -> int:

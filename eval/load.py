@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ class LoadSettings:
         bench_dir: where their files lie.
         prompts: of each benchmark.
         max_new_tokens: of each answer; with `replay` of requests that don't say.
+        template_kwargs: what the chat template is given; None: what it was for the head's latest report.
         replay: a file of recorded requests, decoded instead of the benchmarks.
         concurrency: of its clients.
     """
@@ -59,6 +62,7 @@ class LoadSettings:
     bench_dir: str | None = None
     prompts: int = 8
     max_new_tokens: int = 64
+    template_kwargs: Mapping[str, Any] | None = None
     replay: Path | None = None
     concurrency: int = 8
 
@@ -88,6 +92,7 @@ def load(settings: LoadSettings) -> dict[str, Any]:
     probe_writable(settings.runs)
     source = require_reachable(resolve_target(settings.model, notify=say))
     head = find_head(settings.runs / source.name, settings.head, settings.run)
+    settings = dataclasses.replace(settings, template_kwargs=head.rendering(settings.template_kwargs))
     for remark in head.remarks:
         say(f"{head.name} {remark}")
     tree = settings.tree or head.tree
@@ -153,6 +158,7 @@ class _Work:
             "depth": ways.drafter.depth,
             "nodes": ways.drafter.rows,
             "max_new_tokens": self.settings.max_new_tokens,
+            "template_kwargs": self.settings.template_kwargs,
         }
         place = {**environment(ways.target), "sessions": journal.sessions}
         journal.put(_NOTED, {"setting": setting, "environment": place})
@@ -162,13 +168,14 @@ class _Work:
         s = self.settings
         sources = load_benchmarks(EvalSettings(prompts=s.prompts, bench=list(s.benchmarks), bench_dir=s.bench_dir))
         asked = {"prompts": {b.name: b.sha256 for b in sources}, "max_new_tokens": s.max_new_tokens}
+        asked["template_kwargs"] = s.template_kwargs
         stage, place = self._stage("batches", asked)
         journal = Journal.read(place)
         finished = journal.get(_FINISHED) or []
         missing = sorted(set(s.batches) - set(finished))
         if missing:
             ways, journal = self._ways(), Journal.open(place)
-            requests, prompts = _requests(sources, ways, s.max_new_tokens)
+            requests, prompts = _requests(sources, ways, s)
             journal.put(_PROMPTS, prompts)
             self._note(ways, journal)
             with progress_bar(STAGE, sum(batches.answers_of(len(requests), b) for b in missing), "answers") as bar:
@@ -198,11 +205,12 @@ class _Work:
             raise DraftsmithError(f"--replay {path}: there is no such file")
         record_files(path)  # refuses what can't be read before anything is loaded
         asked = {"file": sha256_file(path), "concurrency": s.concurrency, "max_new_tokens": s.max_new_tokens}
+        asked["template_kwargs"] = s.template_kwargs
         stage, place = self._stage("replay", asked)
         journal = Journal.read(place)
         if journal.get(replay.KEY) is None:
             ways, journal = self._ways(), Journal.open(place)
-            recorded = replay.RequestReader(ways, s.max_new_tokens).read(path)
+            recorded = replay.RequestReader(ways, s.max_new_tokens, s.template_kwargs).read(path)
             _tell(path, recorded, s.concurrency)
             self._note(ways, journal)
             with progress_bar(STAGE, replay.answers_of(recorded.requests), "answers") as bar:
@@ -226,14 +234,17 @@ def _tell(path: Path, recorded: replay.Recorded, concurrency: int) -> None:
         say(f"{path}: its {len(recorded.requests)} requests never fill a concurrency of {concurrency}")
 
 
-def _requests(sources: list[Benchmark], ways: Ways, max_new_tokens: int) -> tuple[list[Request], list[dict[str, Any]]]:
+def _requests(
+    sources: list[Benchmark], ways: Ways, settings: LoadSettings
+) -> tuple[list[Request], list[dict[str, Any]]]:
     """First turns of all benchmarks, and what is known of each."""
     sets = [
         prompt_set(
             source,
             ways.target.tokenizer,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             room=ways.context,
+            template_kwargs=settings.template_kwargs,
             stop_ids=ways.target.eos_ids,
         )
         for source in sources

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +30,8 @@ _WHOLE = {"top_k", "seed"}
 _NAMES = {"id", "custom_id", "request_id"}
 _ENVELOPE = {"method", "url", "body"}
 """Of a batch file's records: the request itself is under "body"."""
-_KNOWN = {"messages", "prompt", "tools", *_LIMITS, *_SAMPLING, *_NAMES}
+_TEMPLATE = "chat_template_kwargs"
+_KNOWN = {"messages", "prompt", "tools", _TEMPLATE, *_LIMITS, *_SAMPLING, *_NAMES}
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ class RequestReader:
     Args:
         ways: whose target and context.
         max_new_tokens: of records that don't say any.
+        template_kwargs: what the chat template is given; those of a record (`chat_template_kwargs`, as vLLM and SGLang
+            take them) come on top.
     """
 
-    def __init__(self, ways: Ways, max_new_tokens: int) -> None:
+    def __init__(self, ways: Ways, max_new_tokens: int, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.target, self.context, self.max_new_tokens = ways.target, ways.context, max_new_tokens
+        self.template_kwargs, self.formats = template_kwargs or {}, dict[str, ChatFormat]()
         self.census, self.unused, self.seen = Census(), Counter[str](), Counter[str]()
 
     def read(self, path: Path) -> Recorded:
@@ -120,11 +124,17 @@ class RequestReader:
             raise Malformed("images, audio, video or files")
         if messages[-1]["role"] not in ("user", "tool"):
             raise Malformed(f"the last message is the {messages[-1]['role']}'s: there is nothing to answer")
-        return self._format.prompt(messages, read_tools(dict(record)))
+        return self._format(record.get(_TEMPLATE, {})).prompt(messages, read_tools(dict(record)))
 
-    @functools.cached_property
-    def _format(self) -> ChatFormat:
-        return ChatFormat(self.target.tokenizer, stop_ids=self.target.eos_ids)
+    def _format(self, own: Any) -> ChatFormat:
+        """The chat template with a record's own arguments."""
+        if not isinstance(own, dict):
+            raise Malformed(f"'{_TEMPLATE}' is a {type(own).__name__}, not an object")
+        given = {**self.template_kwargs, **own}
+        key = json.dumps(given, sort_keys=True, default=str)
+        if key not in self.formats:
+            self.formats[key] = ChatFormat(self.target.tokenizer, template_kwargs=given, stop_ids=self.target.eos_ids)
+        return self.formats[key]
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):

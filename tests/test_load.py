@@ -92,7 +92,9 @@ def test_figures_follow_from_the_raw_logs(result: dict[str, Any]) -> None:
 
 def test_what_was_measured_is_said(result: dict[str, Any]) -> None:
     sweep = result["sweep"]
-    assert sweep["setting"] == {"tree": "chain:2", "depth": 2, "nodes": 3, "max_new_tokens": TOKENS}
+    assert sweep["setting"] == {
+        "tree": "chain:2", "depth": 2, "nodes": 3, "max_new_tokens": TOKENS, "template_kwargs": {}
+    }  # fmt: skip
     assert sweep["environment"]["sessions"] == 1
     assert sweep["same_steps"]["differing"] == 0
     assert "the same steps for all 2 prompts at every batch" in sweep["same_steps"]["verdict"]
