@@ -98,7 +98,7 @@ def made() -> list[tuple[str, list[str]]]:
             continue
         done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{page} shows '{shlex.join(command)}': {done.stderr}"
-        lines = (words(line) for line in done.stdout.splitlines())
+        lines = (words(line) for line in done.stdout.replace("\\\n", " ").splitlines())
         found += [(page, line) for line in lines if line and PROGRAM.fullmatch(line[0])]
     return found
 
