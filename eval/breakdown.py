@@ -58,13 +58,15 @@ def figures(pairs: Sequence[Pair], passed: bool) -> dict[str, Any]:
         passed: whether the outputs are the target's own: without that there is no speed-up.
 
     Returns:
-        n_prompts, tau, tau_ci, alpha, acceptance_conditional, speedup, speedup_ci: the rows of a report's `by`.
+        n_prompts, tau, tau_ci, alpha, acceptance_conditional, speedup, speedup_ci: the rows of a report's `by`. One
+        question has no interval: there is nothing to resample.
     """
     ratio, interval = speedup_by_question(pairs)
+    shares = _shares([(pair.question, pair.fast.steps) for pair in pairs])
     return {
-        **_shares([(pair.question, pair.fast.steps) for pair in pairs]),
+        **shares,
         "speedup": ratio if passed else None,
-        "speedup_ci": list(interval) if passed else None,
+        "speedup_ci": list(interval) if passed and shares["tau_ci"] is not None else None,
     }
 
 
@@ -135,7 +137,7 @@ def _shares(cells: Sequence[_Cell]) -> dict[str, Any]:
     return {
         "n_prompts": len(cells),
         "tau": found.tau,
-        "tau_ci": list(tau_interval(logs)),
+        "tau_ci": list(tau_interval(logs)) if len(logs) > 1 else None,
         "alpha": found.alpha,
         "acceptance_conditional": found.conditional,
     }

@@ -9,6 +9,7 @@ from draftsmith.eval.benchmarks import About
 from draftsmith.eval.breakdown import Pair, by_context, context_lengths, context_name, figures
 from draftsmith.eval.decoder.loop import Request, Result, StepLog
 from draftsmith.eval.metrics import percentiles
+from draftsmith.eval.report import terminal
 
 
 def result(name, steps, seconds=1.0, prompt=10):
@@ -42,6 +43,18 @@ def test_figures_of_a_group():
 def test_without_a_passed_check_there_is_no_speedup():
     found = figures([pair("q", [(1, 1, 2)])], False)
     assert (found["tau"], found["speedup"], found["speedup_ci"]) == (2.0, None, None)
+
+
+def test_one_question_has_figures_and_no_interval():
+    """Its turns make it no more: an interval of one question would be a point, as if it were certain."""
+    found = figures([pair("q", [(1, 1, 2)], fast_s=0.5, turn=turn) for turn in (1, 2)], True)
+    assert (found["tau"], found["tau_ci"]) == (2.0, None)
+    assert found["speedup"] == pytest.approx(2.0)
+    assert found["speedup_ci"] is None
+    rows = breakdown.breakdown([pair("q", [(1, 1, 2)]), pair("r", [(1, 1, 2)], category="other")], True)
+    assert [row["tau_ci"] for row in rows["category"]] == [None, None]
+    assert rows["turn"][0]["tau_ci"] == [2.0, 2.0]
+    assert "[" not in "".join(terminal._group_row({**rows["category"][0], "name": "c"}))
 
 
 def test_the_turns_of_a_question_are_resampled_as_one():
