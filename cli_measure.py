@@ -218,13 +218,15 @@ def tour(command: str, values: dict[str, Any]) -> None:
         given["heads"] = _names(given["heads"])
 
     with interruptible():
-        from .tour import TourSettings
+        from .run_config import to_yaml
+        from .tour import TourSettings, configurations
         from .tour import tour as train_all
 
         settings = TourSettings(**given, overrides=overrides)
+        resolved = [to_yaml(config) for config in configurations(settings)] if dry else []
         result = {} if dry else train_all(settings)
     if dry:
-        print_settings(settings)
+        print("---\n".join(resolved), end="")
         return
     _show_comparison(result, as_json)
     if any("error" in one for one in result.get("push", {}).values()):

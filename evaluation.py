@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .heads.base import DraftHead
     from .heads.target import Target
 
-EVAL_VERSION = 3
+EVAL_VERSION = 4
 _WEIGHTS = "model.safetensors"
 _DECODED = ("vocab.safetensors", "tree.json", "adapter_config.json", "adapter_model.safetensors")
 """Files beside a head's weights that decide how it is decoded."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -297,17 +298,28 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def template_args(texts: Sequence[str]) -> dict[str, Any]:
-    """Variables of the chat template from `NAME=VALUE`, the values in YAML; the same as `template_kwargs` holds."""
+    """Variables of the chat template from `NAME=VALUE`; the same as `template_kwargs` holds.
+
+    Values are YAML, but for what JSON has no form of: a date, as some templates want one, stays a text.
+    """
     values: dict[str, Any] = {}
     for text in texts:
-        _merge(values, _override(text, "a template argument", "enable_thinking=false"), text)
+        name, sign, raw = text.partition("=")
+        if not sign or not name.isidentifier():
+            raise DraftsmithError(f"--template-arg {text!r}: write NAME=VALUE, e.g. enable_thinking=false")
+        value = _override(text)[name]
+        try:
+            json.dumps(value)
+        except TypeError:
+            value = raw
+        values[name] = value
     return values
 
 
-def _override(text: str, what: str = "an override", like: str = "train.token_budget=2048") -> dict[str, Any]:
+def _override(text: str) -> dict[str, Any]:
     key, sign, raw = text.partition("=")
     if not sign or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise DraftsmithError(f"{text!r} is not {what}: write KEY=VALUE, e.g. {like}")
+        raise DraftsmithError(f"{text!r} is not an override: write KEY=VALUE, e.g. train.token_budget=2048")
     try:
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:

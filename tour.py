@@ -53,7 +53,7 @@ def tour(settings: TourSettings) -> dict[str, Any]:
         DraftsmithError: a recipe without a tour, an unknown head or setting, heads that read different layers.
     """
     plan = _plan(load_recipe(settings.recipe))
-    configs = _configs(settings, plan)
+    configs = configurations(settings)
     pushed = _pushed(settings.push, [config.head for config in configs])
     evaluation.check_benchmarks(configs[0])  # all heads have the same
     for config in configs:
@@ -126,8 +126,9 @@ def _plan(recipe: Recipe) -> Tour:
     return recipe.tour
 
 
-def _configs(settings: TourSettings, plan: Tour) -> list[RunConfig]:
+def configurations(settings: TourSettings) -> list[RunConfig]:
     """One configuration a head; raises DraftsmithError for whatever can't be resolved."""
+    plan = _plan(load_recipe(settings.recipe))
     flags = {"model": settings.model, "runs": settings.runs, "recipe": settings.recipe, "run": RUN}
     if settings.gpus is not None:
         flags["gpus"] = settings.gpus

@@ -16,12 +16,12 @@ from .lockstep import Runner, pass_costs, side_by_side
 from .measure import WARM_UPS, Bench
 from .metrics import Acceptance, acceptance, expected_tau, timings, tokens_per_second
 from .schemes import read_tree
-from .tune import PLAIN, Tuning, leaders, predict
+from .tune import PLAIN, Tuning, chunks, leaders, predict
 
 TIMED_STEPS = 16
 """Steps of each tree from which its passes' costs are taken."""
-NEAR, LEADERS = 0.9, 5
-"""Trees that promise so much of the best one's speed are really decoded: two at least, and at most so many."""
+NEAR, LEAST, LEADERS = 0.9, 2, 5
+"""Trees that promise so much of the best one's speed are really decoded: so many at least, and so many at most."""
 EQUAL = 0.97
 """Of trees that reach so much of the fastest one's speed the smallest is taken: clocks can't tell them apart, and the
 same evaluation should choose the same tree the next time."""
@@ -39,7 +39,12 @@ def read_trees(head: DraftHead, trees: Sequence[str], checkpoint: Path | None) -
 def choice_answers(prompts: int, timed: int, trees: Mapping[str, Shape]) -> int:
     """Answers that `choose` decodes at most: warm-ups, acceptance, leaders; passes count as one for each tree."""
     leading = min(timed, prompts) * (1 + min(LEADERS, len(trees)))
-    return 2 * WARM_UPS + prompts * len(measured(trees)) + 1 + len(trees) + leading
+    return 2 * WARM_UPS + prompts * len(measured(trees)) + _passes(trees) + leading
+
+
+def _passes(trees: Mapping[str, Shape]) -> int:
+    """Ways whose passes are timed, plain decoding as often as it is."""
+    return sum(1 + len(chunk) for chunk in chunks(list(trees)))
 
 
 def measured(trees: Mapping[str, Shape]) -> list[str]:
@@ -68,10 +73,9 @@ def choose(
             logs.append(result.steps)
             bar.advance()
         shares[text] = acceptance(logs)
-    costs = pass_costs(lambda ways: _runners(bench, short, ways), shapes, TIMED_STEPS)
+    costs = pass_costs(lambda ways: _runners(bench, short, ways), shapes, TIMED_STEPS, done=bar.advance)
     if not costs.ways.keys() >= {PLAIN, *shapes}:
         raise DraftsmithError("every tuning answer ended with its first token: there is no step to time")
-    bar.advance(1 + len(shapes))
     taus = expected(shapes, shares)
     predicted = predict(costs, taus)
     best = near(predicted)
@@ -79,7 +83,7 @@ def choose(
     for _ in side_by_side(runners):
         if new := sum(len(runner.found) for runner in runners.values()) - (bar.done - before):
             bar.advance(new)
-    bar.done = before + len(short) * (1 + min(LEADERS, len(shapes)))
+    bar.advance(before + len(short) * (1 + min(LEADERS, len(shapes))) - bar.done)
     speeds = {way: tokens_per_second(timings(runner.results)) for way, runner in runners.items()}
     table = [
         {
@@ -101,11 +105,7 @@ def choose(
 def near(predicted: Mapping[str, float]) -> list[str]:
     """The trees to decode, best first; see `NEAR`."""
     first = leaders(predicted, LEADERS)
-    return [text for i, text in enumerate(first) if i < _LEAST or predicted[text] >= NEAR * predicted[first[0]]]
-
-
-_LEAST = 2
-"""Trees that are decoded where there are as many."""
+    return [text for i, text in enumerate(first) if i < LEAST or predicted[text] >= NEAR * predicted[first[0]]]
 
 
 def smallest(speeds: Mapping[str, float], trees: Mapping[str, Shape]) -> str:

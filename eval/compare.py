@@ -141,7 +141,7 @@ def _identity(
     """All that the result depends on or shows."""
     first = fastest(heads)
     draft = None if settings.draft_model is None else require_reachable(resolve_target(settings.draft_model))
-    names = ("prompts", "max_new_tokens", "draft_model", "with_prompt_lookup", "temperature", "template_kwargs")
+    names = ("prompts", "max_new_tokens", "draft_model", "with_prompt_lookup", "temperature")
     return {
         "fingerprint": _fingerprint(source),
         "draft_fingerprint": None if draft is None else _fingerprint(draft),
@@ -149,6 +149,7 @@ def _identity(
         "joined": first.name if first and settings.with_prompt_lookup else None,
         "benchmarks": {benchmark.name: benchmark.sha256 for benchmark in asked},
         "settings": {name: getattr(settings, name) for name in names},
+        **({"template_kwargs": settings.template_kwargs} if settings.template_kwargs else {}),
     }
 
 

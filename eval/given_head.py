@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import DraftsmithError
-from ..files import sha256_file, sha256_json
+from ..files import read_json, sha256_file, sha256_json
 from ..heads.adapter import FOLDER
 from ..heads.checkpoint import WEIGHTS
 from ..heads.formats.files import find_checkpoint, hub_id
 from ..heads.named import head_names
+from .report import REPORT
 from .trained import BEST, TRAIN, Trained, adapter_of, trained_head, trained_heads
 
 EXPORT = "export"
@@ -86,7 +88,13 @@ def find_head(home: Path, head: str, run: str | None = None) -> GivenHead:
     if checkpoint.parts[-3:] == (TRAIN, *BEST.parts) and (found := _run_at(checkpoint.parents[2])) is not None:
         return found
     name = hub[0].replace("/", "--") if hub else _own_name(checkpoint)
-    return GivenHead(name, home / name, checkpoint)
+    found = GivenHead(name, home / name, checkpoint)
+    path = found.folder / REPORT
+    report = read_json(path) if path.is_file() else {}
+    if report.get("head_sha256") not in (found.weights_sha256 or found.digest,):
+        return found
+    tree = report["summary"]["setting"]["tree"]
+    return dataclasses.replace(found, tree=tree, template_kwargs=report.get("template_kwargs", {}))
 
 
 def is_place(head: str) -> bool:

@@ -19,6 +19,7 @@ from . import batches, replay
 from .benchmarks import Benchmark, prompt_set
 from .closed_loop import Ways
 from .decoder.loop import Request
+from .decoder.trees import check_text
 from .given_head import GivenHead, find_head
 from .harness import EvalSettings, load_benchmarks
 from .journal import Journal
@@ -74,6 +75,10 @@ class LoadSettings:
             raise DraftsmithError(
                 f"--batches {','.join(map(str, self.batches))}: give whole numbers from 1 on, each once, e.g. 1,2,4,8"
             )
+        if self.tree is not None:
+            check_text(self.tree)
+        if self.replay is not None and not self.replay.is_file():
+            raise DraftsmithError(f"--replay {self.replay}: there is no such file")
 
 
 def load(settings: LoadSettings) -> dict[str, Any]:
@@ -139,6 +144,12 @@ class _Work:
         self.settings, self.head, self.tree = settings, head, tree
         self.identity = {"head": about["head_digest"], "fingerprint": about["target_fingerprint"], "tree": tree}
 
+    @property
+    def _rendered(self) -> dict[str, Any]:
+        """What the chat template is given, where it is: results from before it could be are not set aside."""
+        given = self.settings.template_kwargs
+        return {"template_kwargs": given} if given else {}
+
     def _ways(self) -> Ways:
         """Load target and head."""
         say(f"loading the target {self.settings.model}")
@@ -168,8 +179,7 @@ class _Work:
         s = self.settings
         sources = load_benchmarks(EvalSettings(prompts=s.prompts, bench=list(s.benchmarks), bench_dir=s.bench_dir))
         asked = {"prompts": {b.name: b.sha256 for b in sources}, "max_new_tokens": s.max_new_tokens}
-        asked["template_kwargs"] = s.template_kwargs
-        stage, place = self._stage("batches", asked)
+        stage, place = self._stage("batches", asked | self._rendered)
         journal = Journal.read(place)
         finished = journal.get(_FINISHED) or []
         missing = sorted(set(s.batches) - set(finished))
@@ -201,12 +211,9 @@ class _Work:
         """Replay the recorded requests."""
         s, path = self.settings, self.settings.replay
         assert path is not None
-        if not path.is_file():
-            raise DraftsmithError(f"--replay {path}: there is no such file")
         record_files(path)  # refuses what can't be read before anything is loaded
         asked = {"file": sha256_file(path), "concurrency": s.concurrency, "max_new_tokens": s.max_new_tokens}
-        asked["template_kwargs"] = s.template_kwargs
-        stage, place = self._stage("replay", asked)
+        stage, place = self._stage("replay", asked | self._rendered)
         journal = Journal.read(place)
         if journal.get(replay.KEY) is None:
             ways, journal = self._ways(), Journal.open(place)

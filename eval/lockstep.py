@@ -60,7 +60,7 @@ class Runner:
         return StepCost(self.drafter.rows, target, draft, self._timer.step - before.step - target - draft)
 
     def close(self) -> None:
-        """Give the caches back."""
+        """Give the target's cache and hooks back."""
         self._going.close()
 
     def _count(self, _name: str, new: Sequence[int]) -> None:
@@ -117,6 +117,8 @@ def side_by_side(runners: Mapping[str, Runner]) -> Iterator[str]:
         while left := {way: runner for way, runner in runners.items() if not runner.is_done}:
             way = min(left, key=lambda way: left[way].emitted)
             left[way].step()
+            if left[way].is_done:
+                left[way].close()
             yield way
 
 

@@ -15,7 +15,7 @@ from ..heads.target import Target
 from .decoder.drafters import make_drafter
 from .decoder.drafters.network import prepare_head
 from .decoder.drafters.plain import PlainDrafter
-from .decoder.loop import Request, Result, StepTimer, decode, rows_needed
+from .decoder.loop import Request, Result, decode, rows_needed
 from .decoder.search import Chain, Shape
 from .decoder.types import Drafter
 from .metrics import Timing
@@ -77,13 +77,11 @@ class Bench:
             self.watches[way] = RankWatch(self.drafter(way))
         return self.watches[way]
 
-    def decode(self, request: Request, way: str, timer: StepTimer | None = None) -> Result:
+    def decode(self, request: Request, way: str) -> Result:
         """Decode one request at batch 1."""
         drafter, first = self.watched(way), _FirstToken()
         capacity, started = rows_needed([request], drafter), time.perf_counter()
-        (result,) = decode(
-            self.target, drafter, first.giving(request), slots=1, capacity=capacity, timer=timer, on_token=first
-        )
+        (result,) = decode(self.target, drafter, first.giving(request), slots=1, capacity=capacity, on_token=first)
         self.decoding += time.perf_counter() - started
         self.first_token = first.seconds or 0.0
         return result

@@ -31,6 +31,8 @@ _NAMES = {"id", "custom_id", "request_id"}
 _ENVELOPE = {"method", "url", "body"}
 """Of a batch file's records: the request itself is under "body"."""
 _TEMPLATE = "chat_template_kwargs"
+_RENDERED = {"tools", _TEMPLATE}
+"""What only a chat template reads: it changes nothing beside a prompt."""
 _KNOWN = {"messages", "prompt", "tools", _TEMPLATE, *_LIMITS, *_SAMPLING, *_NAMES}
 
 
@@ -100,7 +102,7 @@ class RequestReader:
         record = body if isinstance(body, dict) else value
         given = {key: item for key, item in record.items() if item is not None}
         request = Request(self._name(where), self._tokens(given), self._limit(given), self._sampling(given))
-        self.unused.update(given.keys() - _KNOWN)
+        self.unused.update(given.keys() - (_KNOWN if "messages" in given else _KNOWN - _RENDERED))
         if body is record:
             self.unused.update(value.keys() - _ENVELOPE - _NAMES)
         return request

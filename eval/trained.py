@@ -67,8 +67,9 @@ class Trained:
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
-        """What the chat template was given for the report on these weights; None where there is no such report."""
-        return dict(self.report.get("template_kwargs", {})) if self.report else None
+        """What the chat template was given for the report on these weights; None where no such report says it."""
+        found: dict[str, Any] | None = self.report.get("template_kwargs")
+        return found
 
     def remarks(self) -> list[str]:
         """What a user should know before the head is decoded: training that isn't finished, a report on other weights.

@@ -17,7 +17,7 @@ NO_STEP = "every answer ends with its first token: there is no step to measure; 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of the pieces of a decoding step of a whole batch: medians over prompts' means.
+    """Seconds of the pieces of a decoding step of a whole batch.
 
     Attributes:
         rows: N, rows of the target's pass.
@@ -49,7 +49,7 @@ class PassCosts:
     ways: dict[str, StepCost] = field(default_factory=dict)
 
     def add(self, way: str, rows: int, target: Sequence[float], draft: Sequence[float], rest: Sequence[float]) -> None:
-        """Take the medians of the mean seconds a step of each prompt."""
+        """Take the medians of the seconds of several steps."""
         self.ways[way] = StepCost(rows, statistics.median(target), statistics.median(draft), statistics.median(rest))
 
     def ceiling(self, tau: float) -> float:

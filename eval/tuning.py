@@ -30,7 +30,7 @@ from .decoder.drafters import make_drafter
 from .decoder.loop import Request, Result, StepLog
 from .decoder.sampling import Sampling
 from .decoder.search import Chain, Shape
-from .decoder.trees import deeper
+from .decoder.trees import check_text, deeper
 from .decoder.types import Drafter
 from .given_head import GivenHead, find_head
 from .harness import EvalSettings, load_benchmarks
@@ -107,6 +107,8 @@ class TuneSettings:
         for name, least in (("prompts", 1), ("max_new_tokens", 2)):  # an answer's first token is the prefill's
             if (value := getattr(self, name)) < least:
                 raise DraftsmithError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        for tree in self.trees:
+            check_text(tree)
 
 
 def tune(settings: TuneSettings) -> dict[str, Any]:

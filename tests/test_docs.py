@@ -119,7 +119,7 @@ def place(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(home / "export" / "vllm", place / "their-eagle3")
     for model in ("model", "Qwen3-Next"):
         shutil.copytree(tiny_target.id, place / model)
-    for name in ("conversations.jsonl", "mine.jsonl"):
+    for name in ("conversations.jsonl", "mine.jsonl", "requests.jsonl"):
         (place / name).write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
     return place
 
@@ -164,6 +164,27 @@ def test_what_is_shown_is_done(place: Path, tiny_target: Target, monkeypatch: py
     assert not wrong, "\n".join(wrong)
     assert set(COMMANDS) - set(done) <= {"vocab", "collect"}
     assert done["export"] >= 3 <= done["doctor"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("tour --set nonsense=1", "nonsense"),
+        ("tour --heads nosuch", "nosuch"),
+        ("tour --recipe nosuch", "nosuch"),
+        ("tune --tree chian:3", "chian:3"),
+        ("load --tree chian:3", "chian:3"),
+        ("load --replay missing.jsonl", "--replay missing.jsonl: there is no such file"),
+        ("compare --prompts 2 --max-new-tokens 1", "--max-new-tokens 1 must be at least 2"),
+        ("bench train nonsense=1", "nonsense"),
+        ("generate hello --drafter plain --typical --temperature 1", "--typical accepts drafts"),
+        ("serve-check --heads x", "No such option"),
+    ],
+)
+def test_a_mistake_is_found_without_doing_anything(line: str, told: str) -> None:
+    result = CliRunner().invoke(cli.app, [*line.split(), "--dry-run"])
+    assert result.exit_code != 0
+    assert told in f"{result.exception} {result.output}"
 
 
 def test_what_nobody_takes_is_found() -> None:

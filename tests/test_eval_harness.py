@@ -167,9 +167,9 @@ def test_every_prompt_takes_turns(tiny_target, monkeypatch):
     seen = []
     real = harness.Bench.decode
 
-    def spy(self, request, way, timer=None):
+    def spy(self, request, way):
         seen.append((request.id, way))
-        return real(self, request, way, timer)
+        return real(self, request, way)
 
     monkeypatch.setattr(harness.Bench, "decode", spy)
     report = evaluate(tiny_target, make_head(tiny_target), dataclasses.replace(SMALL, trees=["chain:1"]))
@@ -182,8 +182,8 @@ def test_every_prompt_takes_turns(tiny_target, monkeypatch):
 def test_a_failed_check_prints_no_speedup(tiny_target, monkeypatch, tmp_path, capsys):
     real = harness.Bench.decode
 
-    def broken(self, request, way, timer=None):
-        result = real(self, request, way, timer)
+    def broken(self, request, way):
+        result = real(self, request, way)
         if way != PLAIN:
             result.tokens = [(result.tokens[0] + 1) % 300, *result.tokens[1:]]
         return result
@@ -237,9 +237,9 @@ def check_request(target):
 def test_a_speedup_beyond_the_ceiling_is_flagged(tiny_target, monkeypatch):
     real = harness.Bench.decode
 
-    def hasty(self, request, way, timer=None):
-        result = real(self, request, way, timer)
-        if way != PLAIN and not timer:
+    def hasty(self, request, way):
+        result = real(self, request, way)
+        if way != PLAIN:
             result.seconds /= 100
         return result
 

@@ -62,11 +62,11 @@ def stop_after(monkeypatch, decodes):
     """Let `decodes` answers be decoded alone (None: any number), then interrupt; returns the (id, way) of each."""
     calls = []
 
-    def decode(self, request, way, timer=None):
+    def decode(self, request, way):
         if len(calls) == decodes:
             raise KeyboardInterrupt
         calls.append((request.id, way))
-        return DECODE(self, request, way, timer)
+        return DECODE(self, request, way)
 
     monkeypatch.setattr(harness.Bench, "decode", decode)
     return calls

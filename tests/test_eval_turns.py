@@ -214,8 +214,8 @@ def test_what_measuring_costs_is_told(tiny_target, head, settings, monkeypatch):
 def test_wrong_outputs_leave_no_speedup_at_any_temperature(tiny_target, head, settings, monkeypatch):
     real = harness.Bench.decode
 
-    def broken(self, request, way, timer=None):
-        result = real(self, request, way, timer)
+    def broken(self, request, way):
+        result = real(self, request, way)
         if way != PLAIN and request.sampling.temperature == 0:
             result.tokens = [(result.tokens[0] + 1) % 300, *result.tokens[1:]]
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from draftsmith import cli
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.benchmarks import load_benchmark, prompt_set
 from draftsmith.eval.compare import CompareSettings, compare
+from draftsmith.eval.given_head import find_head
 from draftsmith.eval.replay import RequestReader
 from draftsmith.files import read_json, write_json
 from draftsmith.heads.resolve import resolve_target
 from draftsmith.heads.target import Target
+from draftsmith.run_config import template_args
 
 THINKS = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 OFF = {"enable_thinking": False}
@@ -94,7 +97,7 @@ def test_generate_without_a_head_is_told(runs: Path, target: Target) -> None:
     assert plain["prompt_tokens"] < off["prompt_tokens"]
     with pytest.raises(DraftsmithError, match="--raw takes no chat template"):
         said(runs, target, *args, "--raw", "--template-arg", "enable_thinking=false")
-    with pytest.raises(DraftsmithError, match="'thinking' is not a template argument: write KEY=VALUE"):
+    with pytest.raises(DraftsmithError, match="--template-arg 'thinking': write NAME=VALUE"):
         said(runs, target, *args, "--template-arg", "thinking")
 
 
@@ -126,6 +129,35 @@ def test_heads_whose_reports_differ_are_compared_only_when_told(runs: Path, targ
     alone = compare(dataclasses.replace(settings, heads=("eagle1",)))
     assert alone["prompts"]["template_kwargs"] == OFF
     assert compare(dataclasses.replace(settings, template_kwargs={}))["prompts"]["template_kwargs"] == {}
+
+
+def test_a_head_from_elsewhere_is_told_by_its_report(runs: Path, target: Target, tmp_path: Path) -> None:
+    place = tmp_path / "theirs"
+    shutil.copytree(next(runs.glob("*/eagle3/train/checkpoints/best")), place)
+    home = runs / resolve_target(target.id).name
+    before = find_head(home, str(place))
+    assert (before.template_kwargs, before.tree) == ({}, None)
+    said(runs, target, "eval", "--head", str(place), "--prompts", "1", "eval.trees=[chain:2]",
+         "template_kwargs.enable_thinking=false", *SMALL)  # fmt: skip
+    after = find_head(home, str(place))
+    assert (after.template_kwargs, after.tree) == (OFF, "chain:2")
+    report = after.folder / "report.json"
+    write_json(report, {**read_json(report), "head_sha256": "0" * 64})  # of other weights
+    assert find_head(home, str(place)).tree is None
+
+
+def test_what_yaml_makes_no_plain_value_of_stays_a_text() -> None:
+    given = ["date_string=2025-01-01", "thinking=false", "budget=12", "names=[a, b]"]
+    assert template_args(given) == {
+        "date_string": "2025-01-01", "thinking": False, "budget": 12, "names": ["a", "b"],
+    }  # fmt: skip
+
+
+def test_beside_a_prompt_it_changes_nothing(target: Target, tmp_path: Path) -> None:
+    ways: Any = SimpleNamespace(target=target, context=512)
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "chat_template_kwargs": OFF, "tools": []}) + "\n")
+    assert RequestReader(ways, 4).read(path).unused == {"chat_template_kwargs": 1, "tools": 1}
 
 
 def test_a_recorded_request_has_its_own(target: Target, tmp_path: Path) -> None:

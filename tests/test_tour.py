@@ -15,7 +15,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.eval import compare
 from draftsmith.heads.target import Target
 from draftsmith.run_config import resolve
-from draftsmith.tour import TourSettings, _configs, _plan, tour
+from draftsmith.tour import TourSettings, _plan, configurations, tour
 from draftsmith.train import stage
 
 SMALL = [
@@ -87,7 +87,7 @@ def test_the_published_tour_resolves_and_every_head_is_on_it() -> None:
     from draftsmith.heads.named import head_names
 
     plan = _plan(recipe.load_recipe("family-tour"))
-    configs = _configs(TourSettings("Qwen3-8B", minutes=3.0), plan)
+    configs = configurations(TourSettings("Qwen3-8B", minutes=3.0))
     assert {config.head for config in configs} == set(head_names())
     assert {config.run for config in configs} == {"tour"}
     assert {config.train.minutes for config in configs} == {3.0}

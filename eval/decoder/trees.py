@@ -96,6 +96,12 @@ def shape_for(text: str, checkpoint: FilePath) -> Shape:
     return parse_shape(text, OWN_FORM) if own is None else own.shape(checkpoint)
 
 
+def check_text(text: str) -> None:
+    """Refuse a text that no tree can be read from, whatever the head; raises DraftsmithError."""
+    if OwnTree.parse(text) is None:
+        parse_shape(text, OWN_FORM)
+
+
 def written(texts: Sequence[str]) -> dict[str, Shape]:
     """Those of the shapes whose texts say all of them, by text; trees that are measured for a head are left out."""
     return {text: parse_shape(text) for text in texts if OwnTree.parse(text) is None}
