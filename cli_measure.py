@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import typer
 
-from .console import interruptible, print_json, print_settings, stdout_as_stderr
+from .console import interruptible, print_json, print_settings, printed, stdout_as_stderr
 from .errors import DraftsmithError
 from .options import SAMPLING
 
@@ -44,8 +44,9 @@ def generate(command: str, values: dict[str, Any]) -> None:
             from .eval.generate import generate as answer_prompt
 
             asked = GenerateSettings(**settings, sampling=Sampling(**sampling))
-            asked.check()
-            if not dry:
+            if dry:
+                asked.check()
+            else:
                 answer = answer_prompt(asked, *((None, _say_figures) if as_json else _streaming(out, colour)))
                 if answer["plain"] is not None:
                     _say_plain(answer["plain"])
@@ -114,11 +115,7 @@ def load(command: str, values: dict[str, Any]) -> None:
 
         settings = LoadSettings(**{"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given})
         result = {} if dry else measure(settings)
-    if dry:
-        print_settings(settings)
-        return
-    if as_json:
-        print_json(result)
+    if printed(settings, result, dry=dry, as_json=as_json):
         return
     from .eval.report.load_table import print_load
 
@@ -165,11 +162,7 @@ def tune(command: str, values: dict[str, Any]) -> None:
 
         settings = TuneSettings(**{"model": DEFAULT_MODEL, "head": DEFAULT_HEAD, "runs": Path("runs"), **given})
         result = {} if dry else measure(settings)
-    if dry:
-        print_settings(settings)
-        return
-    if as_json:
-        print_json(result)
+    if printed(settings, result, dry=dry, as_json=as_json):
         return
     from .eval.report.tuning import print_tuning
 
@@ -202,10 +195,8 @@ def compare(command: str, values: dict[str, Any]) -> None:
 
         settings = CompareSettings(**{"model": DEFAULT_MODEL, "runs": Path("runs"), **given})
         result = {} if dry else measure(settings)
-    if dry:
-        print_settings(settings)
-    else:
-        _show_comparison(result, as_json)
+    if not printed(settings, result, dry=dry, as_json=as_json):
+        _show_comparison(result)
 
 
 def tour(command: str, values: dict[str, Any]) -> None:
@@ -228,7 +219,10 @@ def tour(command: str, values: dict[str, Any]) -> None:
     if dry:
         print("---\n".join(resolved), end="")
         return
-    _show_comparison(result, as_json)
+    if as_json:
+        print_json(result)
+    else:
+        _show_comparison(result)
     if any("error" in one for one in result.get("push", {}).values()):
         raise typer.Exit(1)
 
@@ -240,10 +234,7 @@ def _names(text: str, flag: str = "--heads", what: str = "head", like: str = "ea
     return names
 
 
-def _show_comparison(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(result)
-        return
+def _show_comparison(result: dict[str, Any]) -> None:
     from .eval.report.comparison import print_comparison
 
     print_comparison(result)

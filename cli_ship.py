@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from .console import interruptible, print_json, print_settings
+from .console import interruptible, print_json, printed
 
 
 def serve_check(command: str, values: dict[str, Any]) -> None:
@@ -30,14 +30,9 @@ def serve_check(command: str, values: dict[str, Any]) -> None:
 
         settings = ServeSettings(**given)
         result = {} if dry else check(settings)
-    if dry:
-        print_settings(settings)
-        return
-    if as_json:
-        print_json(result)
-    else:
+    if not printed(settings, result, dry=dry, as_json=as_json):
         print("\n".join(result_lines(result)))
-    if not result["passed"]:
+    if not dry and not result["passed"]:
         raise typer.Exit(1)
 
 

@@ -43,6 +43,15 @@ def interruptible(so: str = KEPT) -> Iterator[TextIO]:
         raise typer.Exit(130) from None
 
 
+def printed(settings: Any, result: Any, *, dry: bool, as_json: bool) -> bool:
+    """Print the settings of a dry run, or a result for programs; say whether it was either."""
+    if dry:
+        print_settings(settings)
+    elif as_json:
+        print_json(result)
+    return dry or as_json
+
+
 def print_settings(settings: Any) -> None:
     """Print what a command would do, as YAML."""
     import yaml

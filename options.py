@@ -152,7 +152,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "dry_run": (
-        Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")],
+        Annotated[bool, typer.Option("--dry-run", help="Print the settings as YAML and stop.")],
         False,
     ),
     "drafter": (

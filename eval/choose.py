@@ -37,7 +37,7 @@ def read_trees(head: DraftHead, trees: Sequence[str], checkpoint: Path | None) -
 
 
 def choice_answers(prompts: int, timed: int, trees: Mapping[str, Shape]) -> int:
-    """Answers that `choose` decodes at most: warm-ups, acceptance, leaders; passes count as one for each tree."""
+    """Answers that `choose` decodes at most: warm-ups, acceptance, leaders, and one for each way that is timed."""
     leading = min(timed, prompts) * (1 + min(LEADERS, len(trees)))
     return 2 * WARM_UPS + prompts * len(measured(trees)) + _passes(trees) + leading
 
@@ -79,12 +79,9 @@ def choose(
     taus = expected(shapes, shares)
     predicted = predict(costs, taus)
     best = near(predicted)
-    runners, before = _runners(bench, short, [PLAIN, *best]), bar.done
-    for _ in side_by_side(runners):
-        if new := sum(len(runner.found) for runner in runners.values()) - (bar.done - before):
-            bar.advance(new)
-    bar.advance(before + len(short) * (1 + min(LEADERS, len(shapes))) - bar.done)
-    speeds = {way: tokens_per_second(timings(runner.results)) for way, runner in runners.items()}
+    results = side_by_side(_runners(bench, short, [PLAIN, *best]), bar.advance)
+    bar.advance(len(short) * (min(LEADERS, len(shapes)) - len(best)))  # fewer were worth it than were counted on
+    speeds = {way: tokens_per_second(timings(found)) for way, found in results.items()}
     table = [
         {
             "tree": text,

@@ -91,7 +91,7 @@ def find_head(home: Path, head: str, run: str | None = None) -> GivenHead:
     found = GivenHead(name, home / name, checkpoint)
     path = found.folder / REPORT
     report = read_json(path) if path.is_file() else {}
-    if report.get("head_sha256") not in (found.weights_sha256 or found.digest,):
+    if report.get("head_sha256") != (found.weights_sha256 or found.digest):
         return found
     tree = report["summary"]["setting"]["tree"]
     return dataclasses.replace(found, tree=tree, template_kwargs=report.get("template_kwargs", {}))

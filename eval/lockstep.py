@@ -108,18 +108,26 @@ def pass_costs(
     return without_drift(steps) if steps else PassCosts()
 
 
-def side_by_side(runners: Mapping[str, Runner]) -> Iterator[str]:
-    """Decode until every way has answered every request; yields the way whose turn it was, after each step.
+def side_by_side(
+    runners: Mapping[str, Runner], done: Callable[[int], None] = lambda _answers: None
+) -> dict[str, list[Result]]:
+    """Decode until every way has answered every request, and give the answers of each.
 
     The one that has emitted least goes next, so that all get to the end together, however many steps they need.
+
+    Args:
+        done: told how many wanted answers are new, whenever some are.
     """
     with _closing(runners):
-        while left := {way: runner for way, runner in runners.items() if not runner.is_done}:
-            way = min(left, key=lambda way: left[way].emitted)
-            left[way].step()
-            if left[way].is_done:
-                left[way].close()
-            yield way
+        while left := [runner for runner in runners.values() if not runner.is_done]:
+            runner = min(left, key=lambda runner: runner.emitted)
+            before = len(runner.found)
+            runner.step()
+            if new := len(runner.found) - before:
+                done(new)
+            if runner.is_done:
+                runner.close()
+    return {way: runner.results for way, runner in runners.items()}
 
 
 def _closing(runners: Mapping[str, Runner]) -> ExitStack:

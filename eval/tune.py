@@ -88,7 +88,7 @@ def predict(costs: PassCosts, taus: Mapping[str, float], batch: int = 1) -> dict
     return {tree: batch * tau / costs.ways[tree].step for tree, tau in taus.items()}
 
 
-def leaders(predicted: Mapping[str, float], count: int = 2) -> list[str]:
+def leaders(predicted: Mapping[str, float], count: int) -> list[str]:
     """The trees that promise most, best first; of equals the one that comes first."""
     return sorted(predicted, key=lambda tree: -predicted[tree])[:count]
 

@@ -317,12 +317,8 @@ class _Tuner:
         asked = [dataclasses.replace(r, sampling=Sampling(temperature)) for r in requests]
 
         def measure() -> dict[str, Any]:
-            runners, before = self._runners(asked, batch, ways), bar.done
             bar.note(f"batch {batch}")
-            for _ in side_by_side(runners):
-                if new := sum(len(runner.found) for runner in runners.values()) - (bar.done - before):
-                    bar.advance(new)
-            found = {way: runner.results for way, runner in runners.items()}
+            found = side_by_side(self._runners(asked, batch, ways), bar.advance)
             return {way: dataclasses.asdict(self._figures(found[PLAIN], found[way], way, temperature)) for way in ways}
 
         stored = self._once(f"cell/{temperature:g}/{batch}", len(asked) * TIMED_WAYS, bar, measure)

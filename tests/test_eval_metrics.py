@@ -88,8 +88,8 @@ def test_the_tree_is_chosen_by_tokens_per_second():
     assert costs.ceiling(1.5) == pytest.approx(1.5 * 0.041 / 0.040)
     predicted = predict(costs, {"chain:1": 1.5, "chain:2": 1.7, "dynamic:2x2x4": 1.9})
     assert predicted["chain:1"] == pytest.approx(1.5 / 0.043)
-    assert leaders(predicted) == ["chain:2", "chain:1"]
-    assert leaders({"b": 5.0, "a": 5.0, "c": 4.0}) == ["b", "a"]
+    assert leaders(predicted, 2) == ["chain:2", "chain:1"]
+    assert leaders({"b": 5.0, "a": 5.0, "c": 4.0}, 2) == ["b", "a"]
 
 
 def test_ticks_and_figures_are_round():

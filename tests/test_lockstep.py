@@ -38,13 +38,14 @@ def drafters(tiny_target: Any) -> dict[str, Any]:
 def test_every_way_answers_as_if_alone(tiny_target: Any, drafters: dict[str, Any], batch: int) -> None:
     asked = requests(tiny_target)
     runners = {way: Runner(tiny_target, drafter, asked, batch) for way, drafter in drafters.items()}
-    steps = Counter(side_by_side(runners))
-    assert set(steps) == set(drafters)
+    new: list[int] = []
+    found = side_by_side(runners, new.append)
+    assert (list(found), sum(new)) == (list(drafters), len(drafters) * len(asked))
     for way, drafter in drafters.items():
         alone = decode(tiny_target, drafter, asked, slots=2, capacity=rows_needed(asked, drafter))
         expected = {r.id: (r.tokens, r.steps) for r in alone}
-        assert {r.id: (r.tokens, r.steps) for r in runners[way].results} == expected
-        assert [r.id for r in runners[way].results] == [r.id for r in asked]
+        assert {r.id: (r.tokens, r.steps) for r in found[way]} == expected
+        assert [r.id for r in found[way]] == [r.id for r in asked]
 
 
 def test_no_slot_is_ever_free(tiny_target: Any, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +54,26 @@ def test_no_slot_is_ever_free(tiny_target: Any, drafters: dict[str, Any], monkey
         propose = drafter.propose
         monkeypatch.setattr(drafter, "propose", lambda r, d, propose=propose: (seen.append(len(r)), propose(r, d))[1])
     runners = {way: Runner(tiny_target, drafter, requests(tiny_target)[:2], 4) for way, drafter in drafters.items()}
-    list(side_by_side(runners))
+    side_by_side(runners)
     assert set(seen) == {4}  # with two prompts
 
 
-def test_all_get_on_equally_far(tiny_target: Any, drafters: dict[str, Any]) -> None:
-    asked = requests(tiny_target)[:2]
+def test_all_get_on_equally_far(tiny_target: Any, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, step, steps = requests(tiny_target)[:2], Runner.step, Counter[str]()
     runners = {way: Runner(tiny_target, drafter, asked, 1) for way, drafter in drafters.items()}
-    for way in side_by_side(runners):
-        others = [runner.emitted for name, runner in runners.items() if name != way and not runner.is_done]
+    names = {runner: way for way, runner in runners.items()}
+
+    def watched(self: Runner) -> Any:
+        cost = step(self)
+        steps[names[self]] += 1
+        others = [runner.emitted for runner in runners.values() if runner is not self and not runner.is_done]
         if others and min(others) > 0:  # all have begun
-            assert runners[way].emitted <= min(others) + drafters[way].depth + 2
+            assert self.emitted <= min(others) + self.drafter.depth + 2
+        return cost
+
+    monkeypatch.setattr(Runner, "step", watched)
+    side_by_side(runners)
+    assert steps.keys() == drafters.keys()
 
 
 def test_timed_steps_are_in_turns(tiny_target: Any, drafters: dict[str, Any]) -> None:
@@ -85,7 +95,8 @@ def test_a_runner_says_when_its_last_answer_was_a_single_token(tiny_target: Any,
     assert [runner.step(), runner.step()] == [None, None]  # also when nothing is left to wait for
     assert runner.is_done
     runner.close()
-    assert list(side_by_side({"x": Runner(tiny_target, drafters["chain:3"], short, 1)})) == ["x"]
+    (answer,) = side_by_side({"x": Runner(tiny_target, drafters["chain:3"], short, 1)})["x"]
+    assert (len(answer.tokens), answer.steps) == (1, [])
 
 
 def test_hooks_are_gone_after_an_interrupt(
@@ -94,7 +105,16 @@ def test_hooks_are_gone_after_an_interrupt(
     runners = {way: Runner(tiny_target, drafter, requests(tiny_target), 2) for way, drafter in drafters.items()}
     monkeypatch.setattr(lockstep.Runner, "is_done", property(lambda _: (_ for _ in ()).throw(KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
-        list(side_by_side(runners))
+        side_by_side(runners)
+    assert not tiny_target.layers[2]._forward_pre_hooks
+
+
+def test_a_caller_who_stops_early_leaves_nothing_behind(tiny_target: Any, drafters: dict[str, Any]) -> None:
+    asked, drafter = requests(tiny_target), drafters["chain:3"]
+    going = decode(tiny_target, drafter, asked, slots=2, capacity=rows_needed(asked, drafter))
+    next(going)
+    assert tiny_target.layers[2]._forward_pre_hooks
+    going.close()
     assert not tiny_target.layers[2]._forward_pre_hooks
 
 

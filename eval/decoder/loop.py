@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -128,8 +129,9 @@ def decode(
         target, drafter, requests, slots=slots, capacity=capacity, timer=timer, on_token=on_token, typical=typical,
         graphs=graphs,
     )  # fmt: skip
-    for finished in steps:
-        yield from finished
+    with contextlib.closing(steps):  # a caller who stops early leaves no hook behind
+        for finished in steps:
+            yield from finished
 
 
 def decode_steps(
